@@ -1,0 +1,216 @@
+"""Multi-head self-attention whose projections are any layers: dense, or the sparse ones of section 3.2.
+
+Letters: H = n_heads, dh = d_model/H, S = n_modules, F = kernel_size, P = positions before a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import check_mask, check_sequence, require, require_choice, require_multiple, require_size
+from ..config import ATTENTIONS
+from .base import Advance, Chain, Dense, Layer, prefill_with, step_with
+from .module_conv import ModuleConv
+from .multiplicative import MultiplicativeDense
+
+
+def split_heads(x: Tensor, n_heads: int) -> Tensor:
+    """(B, L, d_model) -> (B, H, L, dh), heads contiguous."""
+    return x.unflatten(2, (n_heads, -1)).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(dh)) v over the allowed keys (to (B, H, L, T), None: all), heads merged: (B, L, d_model)."""
+    y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+    return y.transpose(1, 2).flatten(2)
+
+
+def attend_slowly(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """The same, written to be read: the reference that tests hold :func:`attend` to."""
+    z = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])  # (B, H, L, T)
+    if allowed is not None:
+        z = z.masked_fill(~allowed, -math.inf)
+    return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def visible(
+    length: int,
+    past: int,
+    causal: bool,
+    mask: Tensor | None,
+    prefix_length: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """Which of past + length keys each of the last ``length`` positions may see: bool (1 or B, 1, L, P + L), None: all.
+
+    Causal: keys up to itself, and those before ``prefix_length`` (B,) from anywhere. ``mask`` (B, P + L) takes padding
+    away, but leaves a causal position itself, so that no row of the softmax is empty.
+    """
+    keys = torch.arange(past + length, device=device)
+    allowed = None
+    if causal:
+        allowed = (keys <= keys[past:, None])[None, None]  # (1, 1, L, P + L)
+        if prefix_length is not None:
+            allowed = allowed | (keys < prefix_length[:, None, None, None])
+    if mask is not None:
+        real = mask[:, None, None]
+        allowed = real if allowed is None else (allowed & real) | (keys == keys[past:, None])
+    return allowed
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Keys and values so far, (B, H, T, dh) each, and the states of the layers that make q, k, v and the output."""
+
+    keys: Tensor
+    values: Tensor
+    layers: dict[str, Any]
+
+
+class SelfAttention(Layer):
+    """y = output(attend(q(h), k(h), v(h))) with h = shared(x); any of shared and output may be missing.
+
+    ``k=None`` shares q's layer (and tensor) between both. ``v_modules`` > 0 gives v, in each of so many
+    modules, the features of h followed by those of x. Causal unless said otherwise; only a causal one decodes.
+    """
+
+    def __init__(
+        self,
+        n_heads: int,
+        *,
+        q: Layer,
+        k: Layer | None,
+        v: Layer,
+        shared: Layer | None = None,
+        output: Layer | None = None,
+        d_model: int,
+        causal: bool = True,
+        v_modules: int = 0,
+    ):
+        super().__init__()
+        require_size("n_heads", n_heads)
+        require_multiple("d_model", d_model, n_heads, "n_heads")
+        self.d_model, self.n_heads, self.causal, self.v_modules = d_model, n_heads, causal, v_modules
+        self.shared, self.q, self.k, self.v, self.output = shared, q, k, v, output
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, prefix_length: Tensor | None = None) -> Tensor:
+        """(B, L, d_model) -> the same. ``mask`` (B, L): 1 = real; ``prefix_length`` (B,): seen from everywhere."""
+        check_sequence(x, self.d_model)
+        mask = None if mask is None else check_mask(mask, *x.shape[:2])
+        q, k, v = self._project(x, lambda name, z: getattr(self, name)(z))
+        allowed = visible(x.shape[1], 0, self.causal, mask, prefix_length, x.device)
+        y = attend(q, k, v, allowed)
+        return y if self.output is None else self.output(y)
+
+    def init_state(self, batch: int) -> AttentionState:
+        require(self.causal, "causal", self.causal, "True to decode token by token")
+        weight = next(self.parameters())
+        empty = weight.new_zeros(batch, self.n_heads, 0, self.d_model // self.n_heads)
+        return AttentionState(
+            empty, empty, {name: getattr(self, name).init_state(batch) for name, _ in self.named_children()}
+        )
+
+    def prefill(
+        self, x: Tensor, state: AttentionState, prefix_length: Tensor | None = None
+    ) -> tuple[Tensor, AttentionState]:
+        return self._advance(x, state, prefix_length, prefill_with)
+
+    def step(self, x_t: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        y, state = self._advance(x_t[:, None], state, None, step_with)
+        return y[:, 0], state
+
+    def _advance(
+        self, x: Tensor, state: AttentionState, prefix_length: Tensor | None, how: Advance
+    ) -> tuple[Tensor, AttentionState]:
+        check_sequence(x, self.d_model)
+        states = {}
+
+        def apply(name: str, z: Tensor) -> Tensor:
+            y, states[name] = how(getattr(self, name), z, state.layers[name])
+            return y
+
+        q, k, v = self._project(x, apply)
+        keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
+        y = attend(q, keys, values, visible(x.shape[1], state.keys.shape[2], True, None, prefix_length, x.device))
+        y = y if self.output is None else apply("output", y)
+        return y, AttentionState(keys, values, states)
+
+    def _project(self, x: Tensor, apply: Callable[[str, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v in heads; ``apply(name, z)`` runs the layer of that name."""
+        h = x if self.shared is None else apply("shared", x)
+        q = apply("q", h)
+        k = q if self.k is None else apply("k", h)
+        if self.v_modules:
+            modules = [z.unflatten(2, (self.v_modules, -1)) for z in (h, x)]
+            h = torch.cat(modules, dim=3).flatten(2)  # (B, L, S * 2M)
+        v = apply("v", h)
+        return split_heads(q, self.n_heads), split_heads(k, self.n_heads), split_heads(v, self.n_heads)
+
+
+class DenseAttention(SelfAttention):
+    """Q = x WQ, K = x WK, V = x WV, y = attend(Q, K, V) WO, with biases: 4 d_model^2 weights (section 1)."""
+
+    def __init__(self, d_model: int, n_heads: int, causal: bool = True):
+        q, k, v, output = (Dense(d_model, d_model) for _ in range(4))
+        super().__init__(n_heads, q=q, k=k, v=v, output=output, d_model=d_model, causal=causal)
+
+
+class SparseAttention(SelfAttention):
+    """The variants of section 3.2 and figure 5, by ``kind``:
+
+    - ``mult``: q, k, v and the output each a multiplicative layer; ``conv``: each a convolution over modules;
+    - ``mult_conv``: Q = convQ(mult(x)), K = convK(mult(x)), V = convV(mult(x)), mult shared, no output layer;
+    - ``mult_conv_output``: the same with an output layer conv(mult(y)).
+
+    ``n_heads`` and ``n_modules`` are independent here; the paper takes them equal. ``value_kernel_size`` is the width
+    of V's kernel over modules (paper: F, reference code: 1). Two options of the reference code: ``share_qk`` uses one
+    tensor as queries and keys, ``v_sees_input`` lets V's convolution see h and x side by side in every module.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_modules: int,
+        kernel_size: int = 3,
+        kind: str = "mult_conv",
+        *,
+        value_kernel_size: int | None = None,
+        causal: bool = True,
+        share_qk: bool = False,
+        v_sees_input: bool = False,
+    ):
+        require_choice("kind", kind, ATTENTIONS[1:])
+        require_multiple("d_model", d_model, n_modules, "n_modules")
+
+        def mult() -> Layer:
+            return MultiplicativeDense(d_model, d_model, n_modules)
+
+        def conv(module_kernel: int | None = None, d_in: int = d_model) -> Layer:
+            return ModuleConv(d_in, n_modules, kernel_size, module_kernel, d_out=d_model)
+
+        make = mult if kind == "mult" else conv
+        v = mult() if kind == "mult" else conv(value_kernel_size, d_model * (1 + v_sees_input))
+        outputs = {
+            "mult": mult,
+            "conv": conv,
+            "mult_conv": lambda: None,
+            "mult_conv_output": lambda: Chain(mult(), conv()),
+        }
+        super().__init__(
+            n_heads,
+            q=make(),
+            k=None if share_qk else make(),
+            v=v,
+            shared=mult() if kind.startswith("mult_conv") else None,
+            output=outputs[kind](),
+            d_model=d_model,
+            causal=causal,
+            v_modules=n_modules * v_sees_input,
+        )
