@@ -1,0 +1,1 @@
+"""How long things take here, and how long they must take at least."""

@@ -1,0 +1,60 @@
+import matplotlib
+import pytest
+
+from sparselib.config import ATTENTIONS, FEEDFORWARDS, VARIANTS
+from sparselib.results.figures import GREY, LOOKS, OKABE_ITO, look, new_figure, save_figure
+
+matplotlib.use("Agg")
+
+
+def test_every_variant_has_a_colour_marker_and_label_of_its_own():
+    looks = [look(variant) for variant in VARIANTS]
+    for field in ("color", "marker", "label"):
+        assert len({getattr(one, field) for one in looks}) == len(VARIANTS)
+
+
+def test_no_two_looks_are_alike_and_all_colours_are_safe():
+    assert len({one.marker for one in LOOKS.values()}) == len(LOOKS)
+    assert len({one.label for one in LOOKS.values()}) == len(LOOKS)
+    assert {one.color for one in LOOKS.values()} <= {GREY, *OKABE_ITO.values()} - {OKABE_ITO["yellow"]}
+
+
+def test_layers_of_the_package_have_looks():
+    missing = {*FEEDFORWARDS, *ATTENTIONS} - {*LOOKS, "sparse"}  # "sparse" is drawn as its variant, ff
+    assert not missing
+
+
+def test_an_unknown_look_is_refused():
+    with pytest.raises(ValueError, match="'moe'.*'ff_qkv'"):
+        look("moe")
+
+
+def draw():
+    figure, axes = new_figure(height=3.0)
+    axes.plot([1, 2], [3, 4], **look("ff").line)
+    axes.legend()
+    return figure
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.png"])
+def test_the_same_figure_gives_the_same_bytes(tmp_path, name):
+    save_figure(draw(), tmp_path / "one" / name)
+    save_figure(draw(), tmp_path / "two" / name)
+    first = (tmp_path / "one" / name).read_bytes()
+    assert len(first) > 1000 and first == (tmp_path / "two" / name).read_bytes()
+
+
+def test_pictures_are_small(tmp_path):
+    save_figure(draw(), tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size < 60_000
+
+
+def test_a_figure_has_the_size_asked_for_and_axes():
+    figure, axes = new_figure(1, 2, width=8, height=2, sharey=True)
+    assert tuple(figure.get_size_inches()) == (8, 2) and axes.shape == (2,)
+
+
+def test_other_formats_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a.gif"):
+        save_figure(draw(), tmp_path / "a.gif")
+    assert not list(tmp_path.iterdir())
