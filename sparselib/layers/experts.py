@@ -6,8 +6,7 @@ Letters: f = d_ff hidden units; E = n_experts; expert e owns units e f/E .. (e+1
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch import Tensor, nn, relu_
 
 from ..checks import check_sequence, check_token_vector, require_multiple, require_size
 from .feedforward import FeedForward, Selector, one_hot_of_best
@@ -26,7 +25,7 @@ class _ExpertFeedForward(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         check_sequence(x, self.d_model)
         gate = self.gate(x @ self.c).repeat_interleave(self.d_expert, dim=-1)  # (B, L, E) -> (B, L, f)
-        return self.output(relu(self.preactivation(x) * gate))
+        return self.output(relu_(self.preactivation(x) * gate))
 
     def step(self, x_t: Tensor, state: None = None) -> tuple[Tensor, None]:
         check_token_vector(x_t, self.d_model)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch import Tensor, nn, relu_
 
 from ..checks import (
     check_sequence,
@@ -49,18 +48,31 @@ def one_hot_of_best(z: Tensor) -> Tensor:
     return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1)
 
 
-class _HardRows(torch.autograd.Function):
-    """The soft mask with some rows made one-hot; straight-through: the gradient passes as if nothing was replaced."""
+class _Mask(torch.autograd.Function):
+    """The training mask of :class:`Selector`, in as few passes over memory as torch allows.
+
+    z and noise g (n, X, N), the latter written over; rows (n,) bool, those that go forward one-hot; -> (n, X, N).
+    Straight-through: the gradient is the soft mask's everywhere.
+    """
 
     @staticmethod
-    def forward(ctx, soft: Tensor, scores: Tensor, rows: Tensor) -> Tensor:  # (n, X, N), (n, X, N), (n,) bool
+    def forward(ctx, z: Tensor, noise: Tensor, temperature: float, rows: Tensor, reading: str) -> Tensor:
+        if reading == "paper":
+            scores = choice = noise.add_(z).div_(temperature)
+        else:
+            scores, choice = z, noise.mul_(temperature).add_(z)
+        soft = scores.softmax(-1)
+        ctx.save_for_backward(soft)
+        ctx.temperature = temperature if reading == "paper" else 1.0
         mask = soft.clone()
-        mask[rows] = one_hot_of_best(scores[rows])
+        mask[rows] = one_hot_of_best(choice[rows])
         return mask
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (soft,) = ctx.saved_tensors
+        grad_z = torch._softmax_backward_data(grads[0], soft, -1, soft.dtype).div_(ctx.temperature)
+        return grad_z, None, None, None, None
 
 
 class Selector(nn.Module):
@@ -78,12 +90,7 @@ class Selector(nn.Module):
         super().__init__()
         require_choice("controller", reading, CONTROLLERS)
         lowest = "above 0" if reading == "paper" else "0 or more"
-        require(
-            temperature > 0 or (reading == "reference" and temperature == 0),
-            "temperature",
-            temperature,
-            lowest,
-        )
+        require(temperature > 0 or (reading == "reference" and temperature == 0), "temperature", temperature, lowest)
         require(0 <= hard_share <= 1, "hard_share", hard_share, "in [0, 1]")
         self.temperature, self.hard_share, self.reading = temperature, hard_share, reading
 
@@ -91,17 +98,12 @@ class Selector(nn.Module):
         """Mask in the shape of ``z``. ``uniform``: numbers in (0, 1) that make the noise instead of random ones."""
         if not self.training:
             return one_hot_of_best(z)
+        shape = z.shape
         noise = gumbel_like(z) if uniform is None else -(-uniform.log()).log()
-        if self.reading == "paper":
-            scores = (z + noise) / self.temperature
-            soft = scores.softmax(-1)
-        else:
-            scores = z.detach() + self.temperature * noise
-            soft = z.softmax(-1)
-        tokens = soft.flatten(0, -3)  # (B * L, X, N)
-        draws = len(tokens) if self.reading == "paper" else 1
-        rows = (torch.rand(draws, device=z.device) < self.hard_share).expand(len(tokens))
-        return _HardRows.apply(tokens, scores.detach().view_as(tokens), rows).view_as(z)
+        z, noise = z.flatten(0, -3), noise.flatten(0, -3)  # (B * L, X, N)
+        draws = len(z) if self.reading == "paper" else 1
+        rows = (torch.rand(draws, device=z.device) < self.hard_share).expand(len(z))
+        return _Mask.apply(z, noise, self.temperature, rows, self.reading).view(shape)
 
 
 class FeedForward(Stateless):
@@ -122,7 +124,7 @@ class FeedForward(Stateless):
 
     def forward(self, x: Tensor) -> Tensor:
         check_sequence(x, self.d_model)
-        return self.output(relu(self.preactivation(x)))
+        return self.output(relu_(self.preactivation(x)))
 
     def preactivation(self, x: Tensor) -> Tensor:  # (B, L, d_model) -> (B, L, f)
         return nn.functional.linear(x, self.w1, self.b1)
@@ -138,7 +140,7 @@ class FeedForward(Stateless):
         a = (self.w1[units] @ x_t[:, :, None])[:, :, 0]  # (B, U, d_model) @ (B, d_model, 1)
         a = a if self.b1 is None else a + self.b1[units]
         a = a if scale is None else a * scale
-        return (relu(a)[:, None] @ self.w2[units])[:, 0] + self.b2
+        return (relu_(a)[:, None] @ self.w2[units])[:, 0] + self.b2
 
 
 class SparseFeedForward(FeedForward):
@@ -188,7 +190,7 @@ class SparseFeedForward(FeedForward):
         check_sequence(x, self.d_model)
         mask = self.select(self.logits(x), uniform).flatten(-2)  # (B, L, f)
         a = self.preactivation(x)
-        hidden = relu(a) * mask if self.select.reading == "paper" else relu(a * mask)
+        hidden = relu_(a) * mask if self.select.reading == "paper" else relu_(a * mask)
         return self.output(hidden)
 
     def step(self, x_t: Tensor, state: None = None) -> tuple[Tensor, None]:

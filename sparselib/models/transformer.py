@@ -205,7 +205,7 @@ class Transformer(nn.Module):
         return self.embedding(tokens)
 
     def init_state(self, batch: int, source: Tensor | None = None, mask: Tensor | None = None) -> TransformerState:
-        """State before the first token of ``batch`` sequences; for an encoder-decoder with its source (B, T) and mask."""
+        """State before the first token of ``batch`` sequences; an encoder-decoder needs its source (B, T)."""
         require(self.config.has_decoder, "architecture", self.config.architecture, "one with a decoder to decode")
         self._require_source("source", source)
         memory = None
