@@ -24,6 +24,7 @@ from .files import write_atomically
 from .notebooks import ANSI_COLOUR, lint_notebooks, notebook_paths, run_notebooks, staged
 from .paths import notebooks_dir, repository
 from .results.profiles import PROFILES
+from .results.readme import numbers_table, with_numbers
 
 PAGES = ("index.md", "_config.yml", "_toc.yml", "book")
 RESULTS = "data/results"
@@ -76,16 +77,19 @@ def stage() -> Path:
 
 
 def refresh() -> list[Path]:
-    """Run every notebook at profile laptop; write notebooks and results back into the repository once all are well."""
+    """Run every notebook at profile laptop; once all are well, write notebooks, results and README's table back."""
     source = stage()
     executed = run_notebooks("laptop", output=source)
     _refuse("the notebooks", lint_notebooks(source / "notebooks"))
     results = sorted((source / RESULTS).glob("*.csv"))
     targets = [notebooks_dir() / path.name for path in executed]
     targets += [repository() / RESULTS / path.name for path in results]
+    readme = repository() / "README.md"
+    text = with_numbers(readme.read_text(encoding="utf-8"), numbers_table(source / RESULTS))
     for path, target in zip([*executed, *results], targets, strict=True):
         write_atomically(target, path.read_text(encoding="utf-8"))
-    return targets
+    write_atomically(readme, text)
+    return [*targets, readme]
 
 
 def executions_page(folder: Path) -> str:

@@ -9,6 +9,7 @@ import yaml
 from sparselib import book, notebooks
 from sparselib.book import BookFailed, check_offline
 from sparselib.paths import repository
+from sparselib.results import readme
 
 PAGE = "<!DOCTYPE html><html><head>{head}</head><body>{body}</body></html>"
 FOREIGN = "//example.org/x"
@@ -138,7 +139,10 @@ def test_refresh_writes_nothing_unless_every_notebook_is_fit(root, monkeypatch):
     (root / "_build/source/notebooks/01_a.ipynb").unlink()
     (root / "_build/source/notebooks").rmdir()
     monkeypatch.setattr(book, "lint_notebooks", lambda folder: [])
-    assert len(book.refresh()) == 2
+    monkeypatch.setattr(book, "numbers_table", lambda folder: (folder / "t.csv").read_text())
+    (root / "README.md").write_text(f"{readme.START}{readme.END}")
+    assert len(book.refresh()) == 3
+    assert "new" in (root / "README.md").read_text()
     assert (root / "data/results/t.csv").read_text() == "new"
     assert (root / "notebooks/01_a.ipynb").read_text() == "run at laptop"
 

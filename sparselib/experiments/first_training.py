@@ -125,10 +125,12 @@ def draw_decoding(frames: Sequence[DataFrame]) -> Figure:
     figure, axes = new_figure(1, len(frames), width=4.0 * len(frames), height=3.4)
     colors = {look(name).label: look(name).color for name in ("dense", "ff", "qkv", "ff_qkv", "ff_qkv_loss")}
     for axis, frame in zip(axes if len(frames) > 1 else [axes], frames, strict=True):
-        axis.bar(frame["variant"], frame["ms a token"], color=[colors[v] for v in frame["variant"]], width=0.6)
+        names = [name.replace("+", "\n+", 1) for name in frame["variant"]]
+        axis.bar(names, frame["ms a token"], color=[colors[v] for v in frame["variant"]], width=0.6)
         for place, floor in enumerate(frame["floor (ms)"]):
             label = "floor: bytes / bandwidth" if place == 0 else None
             axis.hlines(floor, place - 0.4, place + 0.4, color=look("limit").color, linestyle="--", label=label)
         axis.set(title=frame["size"].iloc[0], ylabel="ms a token (median)")
+        axis.margins(y=0.2)
         axis.legend()
     return figure

@@ -193,5 +193,5 @@ def draw_learning(found: Sequence[Learned]) -> Figure:
         if learned.floor:
             axis.axhline(learned.floor, color=look("limit").color, linestyle="--", label="least error at that rank")
     axis.set(xlabel="step", ylabel="mean square error (output variance = 1)", yscale="log", ylim=(1e-7, 10))
-    axis.legend(loc="upper right", bbox_to_anchor=(1, 0.9))
+    axis.legend(loc="lower left")
     return figure

@@ -50,5 +50,5 @@ def show_table(name: str, frame: DataFrame, formats: Mapping[str, str] | None = 
     """:func:`save_table`, then the table as a notebook shows it: no index, with ``caption`` above."""
     from IPython.display import HTML
 
-    shown = save_table(name, frame, formats).to_html(index=False, border=0)
+    shown = save_table(name, frame, formats).to_html(index=False, border=0, justify="left")
     return HTML(shown.replace("<thead>", f"<caption>{escape(caption)}</caption><thead>", 1))

@@ -1,0 +1,60 @@
+"""The table on the README's first screen, made from data/results and the papers' numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pandas import DataFrame, read_csv
+
+from ..checks import require
+from ..paths import results_dir
+from .figures import look
+from .paper import TABLE_1, WEIGHTS
+
+START, END = "<!-- numbers:start -->", "<!-- numbers:end -->"
+
+
+def numbers_table(folder: Path | None = None) -> str:
+    """Markdown: what the paper says beside the last recorded run. Errors: FileNotFoundError for a missing CSV."""
+    folder = folder or results_dir()
+    rows = [("", "paper", "here"), ("---", "---", "---")]
+    rows += [_permutations(folder), _weights(folder), _speedup(folder)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def with_numbers(readme: str, table: str) -> str:
+    """``readme`` with ``table`` between its two markers. Errors: ValueError where the markers are missing."""
+    pattern = re.compile(f"{re.escape(START)}.*{re.escape(END)}", re.S)
+    require(len(pattern.findall(readme)) == 1, "README.md", "no markers", f"with {START} and {END} once each")
+    return pattern.sub(lambda _: f"{START}\n\n{table}\n\n{END}", readme)
+
+
+def _permutations(folder: Path) -> tuple[str, str, str]:
+    frame = _read(folder, "permutation_check")
+    exact = frame[["exact in float32", "exact in float64"]].min(axis=1).sum()
+    here = f"{exact} of {frame['bijections'].sum()} random permutations exact to the bit"
+    return ("the multiplicative layer can be any permutation", "proved", here)
+
+
+def _weights(folder: Path) -> tuple[str, str, str]:
+    frame = _read(folder, "reference_counts").set_index("800M model as the reference code lays it out")
+    counts = frame["weights here (millions)"].astype(float)
+    here = " and ".join(f"{counts[v]:.0f}M" for v in ("dense", "ff_qkv"))
+    paper = " and ".join(f"{WEIGHTS.row(size='800M', model=v).weights / 1e6:.0f}M" for v in ("dense", "ff_qkv"))
+    return ("weights of the 800M model, dense and sparse", f"{paper} (its code)", here)
+
+
+def _speedup(folder: Path) -> tuple[str, str, str]:
+    frame = _read(folder, "first_decoding")
+    row = frame[(frame["variant"] == look("ff_qkv").label) & frame["size"].str.contains("800M")].iloc[0]
+    paper = TABLE_1.row(size="800M", variant="ff_qkv")
+    what = "decoding a token, sparse FF+QKV against dense, 800M width"
+    return (what, f"{paper.speedup}x (whole model)", f"{row['speed-up']:.1f}x ({row['size']}, plain PyTorch)")
+
+
+def _read(folder: Path, name: str) -> DataFrame:
+    path = folder / f"{name}.csv"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is missing in {folder.name}: run `make refresh`")
+    return read_csv(path)
