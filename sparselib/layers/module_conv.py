@@ -29,7 +29,8 @@ class ModuleConv(Layer):
         d_out: int | None = None,
     ):
         super().__init__()
-        d_out, module_kernel = d_out or d_in, kernel_size if module_kernel is None else module_kernel
+        d_out = d_in if d_out is None else d_out
+        module_kernel = kernel_size if module_kernel is None else module_kernel
         sizes = {"d_in": d_in, "d_out": d_out, "n_modules": n_modules, "kernel_size": kernel_size}
         for field, size in {**sizes, "module_kernel": module_kernel}.items():
             require_size(field, size)
