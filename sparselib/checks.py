@@ -20,6 +20,11 @@ def require_size(field: str, value: object, minimum: int = 1) -> None:
     require(is_int and value >= minimum, field, value, f"an int of at least {minimum}")  # type: ignore[operator]
 
 
+def require_number(field: str, value: object) -> None:
+    """``value`` must be an int or a float."""
+    require(isinstance(value, int | float) and not isinstance(value, bool), field, value, "a number")
+
+
 def require_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     """``value`` must be one of ``choices``."""
     require(value in choices, field, value, "one of " + ", ".join(map(repr, choices)))
@@ -61,7 +66,7 @@ def check_tokens(tokens: Tensor, vocab_size: int, ndim: int, name: str = "tokens
     shape = "(batch,)" if ndim == 1 else "(batch, length)"
     require(tokens.ndim == ndim, f"{name}.shape", tuple(tokens.shape), shape)
     require(
-        not tokens.is_floating_point() and tokens.dtype.is_signed,
+        str(tokens.dtype) in ("torch.int32", "torch.int64"),
         f"{name}.dtype",
         tokens.dtype,
         "int32 or int64",
@@ -76,6 +81,17 @@ def check_tokens(tokens: Tensor, vocab_size: int, ndim: int, name: str = "tokens
         low, high = int(tokens.min()), int(tokens.max())
         worst = low if low < 0 else high
         require(low >= 0 and high < vocab_size, name, worst, f"ids in 0 .. vocab_size - 1 = {vocab_size - 1}")
+
+
+def check_batch(x: Tensor, batch: int, name: str = "x") -> None:
+    """Inputs that continue a state must be of its batch."""
+    require(len(x) == batch, f"{name}.shape", tuple(x.shape), f"of the state's batch {batch}")
+
+
+def check_prefix(prefix_length: Tensor, batch: int) -> None:
+    """Prefix lengths: one whole number for each row, (B,)."""
+    require(prefix_length.shape == (batch,), "prefix_length.shape", tuple(prefix_length.shape), f"{(batch,)}")
+    require(not prefix_length.is_floating_point(), "prefix_length.dtype", prefix_length.dtype, "a whole number")
 
 
 def check_mask(mask: Tensor, batch: int, length: int, name: str = "mask") -> Tensor:

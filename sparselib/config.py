@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .checks import require, require_choice, require_multiple, require_size
+from .checks import require, require_choice, require_multiple, require_number, require_size
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder", "prefix_lm")
 FEEDFORWARDS = ("dense", "sparse", "block", "switch")
@@ -88,6 +88,10 @@ class ModelConfig:
             self.n_encoder_layers,
             f"0 when architecture is {self.architecture!r}",
         )
+        for field in ("dropout", "temperature", "hard_share"):
+            require_number(field, getattr(self, field))
+        for field in ("hidden_bias", "controller_bias", "modules_are_heads"):
+            require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
         require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require_multiple("d_model", self.d_model, self.n_heads, "n_heads")
         require_multiple("vocab_size", self.vocab_size, self.loss_sparsity, "loss_sparsity")

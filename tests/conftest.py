@@ -1,4 +1,4 @@
-"""Settings of every test: one thread (tensors are tiny, and tests run side by side), hypothesis without chance or clock."""
+"""Settings of every test: one thread (tensors are tiny, tests run side by side), hypothesis without chance or clock."""
 
 import torch
 from hypothesis import settings

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_mask, check_sequence, require, require_choice, require_multiple, require_size
+from ..checks import (
+    check_batch,
+    check_mask,
+    check_prefix,
+    check_sequence,
+    require,
+    require_choice,
+    require_multiple,
+    require_size,
+)
 from ..config import ATTENTIONS
 from .base import Advance, Chain, Dense, Layer, prefill_with, step_with
 from .module_conv import ModuleConv
@@ -103,6 +112,8 @@ class SelfAttention(Layer):
         """(B, L, d_model) -> the same. ``mask`` (B, L): 1 = real; ``prefix_length`` (B,): seen from everywhere."""
         check_sequence(x, self.d_model)
         mask = None if mask is None else check_mask(mask, *x.shape[:2])
+        if prefix_length is not None:
+            check_prefix(prefix_length, len(x))
         q, k, v = self._project(x, lambda name, z: getattr(self, name)(z))
         allowed = visible(x.shape[1], 0, self.causal, mask, prefix_length, x.device)
         y = attend(q, k, v, allowed)
@@ -110,6 +121,7 @@ class SelfAttention(Layer):
 
     def init_state(self, batch: int) -> AttentionState:
         require(self.causal, "causal", self.causal, "True to decode token by token")
+        require_size("batch", batch, minimum=0)
         weight = next(self.parameters())
         empty = weight.new_zeros(batch, self.n_heads, 0, self.d_model // self.n_heads)
         return AttentionState(
@@ -129,6 +141,7 @@ class SelfAttention(Layer):
         self, x: Tensor, state: AttentionState, prefix_length: Tensor | None, how: Advance
     ) -> tuple[Tensor, AttentionState]:
         check_sequence(x, self.d_model)
+        check_batch(x, len(state.keys))
         states = {}
 
         def apply(name: str, z: Tensor) -> Tensor:
@@ -157,6 +170,7 @@ class DenseAttention(SelfAttention):
     """Q = x WQ, K = x WK, V = x WV, y = attend(Q, K, V) WO, with biases: 4 d_model^2 weights (section 1)."""
 
     def __init__(self, d_model: int, n_heads: int, causal: bool = True):
+        require_size("d_model", d_model)
         q, k, v, output = (Dense(d_model, d_model) for _ in range(4))
         super().__init__(n_heads, q=q, k=k, v=v, output=output, d_model=d_model, causal=causal)
 
@@ -187,6 +201,7 @@ class SparseAttention(SelfAttention):
         v_sees_input: bool = False,
     ):
         require_choice("kind", kind, ATTENTIONS[1:])
+        require_size("n_modules", n_modules)
         require_multiple("d_model", d_model, n_modules, "n_modules")
 
         def mult() -> Layer:

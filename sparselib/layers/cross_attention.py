@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import check_mask, check_sequence, require_multiple
+from ..checks import check_batch, check_mask, check_sequence, require_multiple, require_size
 from .attention import attend, split_heads
 from .base import Advance, Chain, Dense, Layer, prefill_with, step_with
 from .module_conv import ModuleConv
@@ -32,6 +32,7 @@ class CrossAttention(Layer):
 
     def __init__(self, d_model: int, n_heads: int):
         super().__init__()
+        require_size("n_heads", n_heads)
         require_multiple("d_model", d_model, n_heads, "n_heads")
         self.d_model, self.n_heads = d_model, n_heads
         self.query: Layer = Dense(d_model, d_model)
@@ -61,6 +62,7 @@ class CrossAttention(Layer):
 
     def _advance(self, x: Tensor, state: CrossAttentionState, how: Advance) -> tuple[Tensor, CrossAttentionState]:
         check_sequence(x, self.d_model)
+        check_batch(x, len(state.keys))
         q, query_state = how(self.query, x, state.query)
         y = attend(split_heads(q, self.n_heads), state.keys, state.values, state.allowed)
         return (y if self.output is None else self.output(y)), replace(state, query=query_state)

@@ -23,6 +23,7 @@ from ..config import CONTROLLERS
 from .base import Stateless
 
 _LEVELS = 1 << 16
+_CHUNK = 1 << 16  # numbers made at once: their working memory stays in the processor's cache
 
 
 @functools.cache
@@ -38,14 +39,17 @@ def gumbel_like(z: Tensor) -> Tensor:
     One 64-bit draw serves four numbers: torch's generator is serial on CPUs and two logarithms are slow, so the
     textbook formula cost more than the layer's matrix products. The noise lies between -2.5 and 11.8.
     """
-    draws = torch.empty((z.numel() + 3) // 4, dtype=torch.int64, device=z.device).random_(-(1 << 63), (1 << 63) - 1)
-    levels = draws.view(torch.int16)[: z.numel()].int() + _LEVELS // 2
-    return _gumbel_quantiles(z.device, z.dtype).index_select(0, levels).view(z.shape)
+    noise, table = torch.empty(z.shape, dtype=z.dtype, device=z.device), _gumbel_quantiles(z.device, z.dtype)
+    for part in noise.view(-1).split(_CHUNK):
+        draws = torch.empty((part.numel() + 3) // 4, dtype=torch.int64, device=z.device)
+        levels = draws.random_(-(1 << 63), (1 << 63) - 1).view(torch.int16)[: part.numel()].int()
+        torch.index_select(table, 0, levels.add_(_LEVELS // 2), out=part)
+    return noise
 
 
 def one_hot_of_best(z: Tensor) -> Tensor:
     """1 at the largest of the last axis, else 0, in the type of ``z``."""
-    return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1)
+    return torch.zeros_like(z).scatter_(-1, z.max(-1, keepdim=True).indices, 1)
 
 
 class _Mask(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_sequence, require, require_multiple, require_size
+from ..checks import check_batch, check_sequence, require, require_multiple, require_size
 from .base import Layer
 
 
@@ -58,6 +58,7 @@ class ModuleConv(Layer):
 
     def prefill(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         check_sequence(x, self.d_in)
+        check_batch(x, len(state))
         window = torch.cat([state, self._split(x)], dim=1)  # (B, F-1 + L, S, M)
         return self._convolve(window), window[:, x.shape[1] :]
 

@@ -58,7 +58,9 @@ class MultiplicativeDense(Stateless):
         Errors: ValueError if f is no bijection onto {0..S-1} x {0..M-1}.
         """
         require(self.d_in == self.d_out, "d_out", self.d_out, f"d_in = {self.d_in} to be a permutation")
-        target = torch.as_tensor([f(i) for i in range(self.d_in)] if callable(f) else f).long()
+        target = torch.as_tensor([f(i) for i in range(self.d_in)] if callable(f) else f)
+        require(not target.is_floating_point(), "f", target.tolist(), "made of whole numbers")
+        target = target.long()
         if target.ndim == 2 and target.shape[1] == 2:
             s, m = target.unbind(1)
             inside = bool(((s >= 0) & (s < self.n_modules) & (m >= 0) & (m < self.d_module)).all())

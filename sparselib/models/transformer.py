@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_mask, check_tokens, require
+from ..checks import check_mask, check_prefix, check_tokens, require, require_size
 from ..config import ModelConfig
 from ..layers import (
     BlockFeedForward,
@@ -207,7 +207,9 @@ class Transformer(nn.Module):
     def init_state(self, batch: int, source: Tensor | None = None, mask: Tensor | None = None) -> TransformerState:
         """State before the first token of ``batch`` sequences; an encoder-decoder needs its source (B, T)."""
         require(self.config.has_decoder, "architecture", self.config.architecture, "one with a decoder to decode")
+        require_size("batch", batch, minimum=0)
         self._require_source("source", source)
+        require(source is not None or mask is None, "mask", "given", "given with a source only")
         memory = None
         if source is not None:
             require(len(source) == batch, "source.shape", tuple(source.shape), f"of batch {batch}")
@@ -274,7 +276,9 @@ class Transformer(nn.Module):
             prefix_length,
             f"given to a prefix_lm, this is a {architecture}",
         )
-        prefix = torch.as_tensor(prefix_length, device=tokens.device).expand(len(tokens))
+        prefix = torch.as_tensor(prefix_length, device=tokens.device)
+        prefix = prefix.expand(len(tokens)) if prefix.ndim == 0 else prefix
+        check_prefix(prefix, len(tokens))
         inside = bool(((prefix >= 0) & (prefix <= tokens.shape[1])).all())
         require(inside, "prefix_length", prefix.tolist(), f"in 0 .. {tokens.shape[1]}")
         return prefix
