@@ -34,7 +34,7 @@ class ModelConfig:
     Feedforward: ``sparse`` is the paper's section 3.1 (one unit in every ``ff_sparsity`` = N active, chosen by a
     controller of rank ``d_lowrank``); ``block`` and ``switch`` cut ``d_ff`` in ``ff_sparsity`` experts of which one is
     active. ``controller`` takes the paper's text or the reference code's reading of it (see
-    :class:`~sparselib.layers.feedforward.Controller`); ``hidden_bias`` is b1, ``controller_bias`` a bias on the logits.
+    :class:`~sparselib.layers.selector.Selector`); ``hidden_bias`` is b1, ``controller_bias`` a bias on the logits.
 
     Attention: ``mult``, ``conv`` and ``mult_conv`` are the variants of figure 5 (``mult_conv`` has no output layer;
     ``mult_conv_output`` adds one). ``encoder_attention`` is that of an encoder-decoder's encoder (None: as

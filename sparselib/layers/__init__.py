@@ -4,10 +4,11 @@ from .attention import AttentionState, DenseAttention, SelfAttention, SparseAtte
 from .base import Chain, Dense, Layer, Stateless
 from .cross_attention import CrossAttention, CrossAttentionState, SparseCrossAttention
 from .experts import BlockFeedForward, SwitchFeedForward
-from .feedforward import FeedForward, Selector, SparseFeedForward
+from .feedforward import FeedForward, SparseFeedForward
 from .module_conv import ModuleConv
 from .multiplicative import MultiplicativeDense
 from .positions import LearnedPositions, SinusoidalPositions
+from .selector import Selector
 from .unembedding import DenseUnembedding, SparseUnembedding
 
 __all__ = [

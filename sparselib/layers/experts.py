@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn, relu_
 
-from ..checks import check_sequence, check_token_vector, require_multiple, require_size
-from .feedforward import FeedForward, Selector, one_hot_of_best
+from ..checks import check_token_vector, require_multiple, require_size
+from .feedforward import FeedForward
+from .selector import Selector, one_hot_of_best
 
 
 class _ExpertFeedForward(FeedForward):
@@ -22,10 +23,9 @@ class _ExpertFeedForward(FeedForward):
         self.n_experts, self.d_expert = n_experts, d_ff // n_experts
         self.c = nn.Parameter(nn.init.xavier_uniform_(torch.empty(d_model, n_experts)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        check_sequence(x, self.d_model)
-        gate = self.gate(x @ self.c).repeat_interleave(self.d_expert, dim=-1)  # (B, L, E) -> (B, L, f)
-        return self.output(relu_(self.preactivation(x) * gate))
+    def hidden(self, x: Tensor) -> Tensor:
+        gate = self.gate(x @ self.c).repeat_interleave(self.d_expert, dim=-1)  # (n, E) -> (n, f)
+        return relu_(self.preactivation(x) * gate)
 
     def step(self, x_t: Tensor, state: None = None) -> tuple[Tensor, None]:
         check_token_vector(x_t, self.d_model)
@@ -46,7 +46,7 @@ class _ExpertFeedForward(FeedForward):
 class BlockFeedForward(_ExpertFeedForward):
     """y = relu(x W1_e + b1_e) W2_e + b2, e = argmax(x C); trained as the sparse feedforward, experts for units.
 
-    Errors: ValueError if d_ff is no multiple of E. Keywords: those of :class:`~sparselib.layers.feedforward.Selector`.
+    Errors: ValueError if d_ff is no multiple of E. Keywords: those of :class:`~sparselib.layers.selector.Selector`.
     """
 
     def __init__(self, d_model: int, d_ff: int, n_experts: int, hidden_bias: bool = True, **selector):

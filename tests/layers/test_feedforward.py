@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparselib.layers import FeedForward, Selector, SparseFeedForward
-from sparselib.layers.feedforward import gumbel_like, one_hot_of_best
+from sparselib.layers.selector import gumbel_like, one_hot_of_best
 
 from .. import slow
 from ..helpers import by_steps, close, generator, randomized, seeds, vectors
@@ -56,6 +56,30 @@ def test_inference_equals_the_slow_reference(case):
     close(by_steps(layer, x, None)[0], y)
     chosen = [[slow.chosen_units(v, slow.weights_of(layer), layer.ff_sparsity) for v in row] for row in x.numpy()]
     assert layer.units(x).tolist() == chosen
+
+
+@settings(max_examples=40)
+@given(case=sparse_layers(controller="paper", hard_share=0.5))
+def test_fused_training_equals_the_plain_one_in_values_and_gradients(case):
+    layer, x, uniform, seed = case
+    layer.train()
+    results = []
+    for path in (layer.fused, layer.plain):
+        tokens = x.flatten(0, 1).clone().requires_grad_()
+        torch.manual_seed(seed)  # the same rows are hard
+        y = path(tokens, uniform.flatten(0, 1))
+        grads = torch.autograd.grad((y * y.detach().cos()).sum(), [tokens, *layer.parameters()])
+        results.append([y, *grads])
+    for fused, plain in zip(*results, strict=True):
+        close(fused, plain)
+
+
+def test_fused_training_leaves_its_inputs_and_weights_alone():
+    layer, x = SparseFeedForward(6, 12, 4, 2), torch.randn(2, 5, 6, requires_grad=True)
+    before = [p.detach().clone() for p in (x, *layer.parameters())]
+    layer(x).square().sum().backward()
+    for now, then in zip((x, *layer.parameters()), before, strict=True):
+        assert torch.equal(now, then)
 
 
 @settings(max_examples=40)
