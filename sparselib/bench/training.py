@@ -37,9 +37,7 @@ def _seconds(layer: nn.Module, x: Tensor, cotangent: Tensor) -> float:
 
 def main() -> None:
     here, config = machine(), preset("laptop", "ff")
-    print(
-        f"{here['cpu']}, load {load():.1f}; one layer forward and backward, sparse (N = {config.ff_sparsity}) over dense"
-    )
+    print(f"{here['cpu']}, load {load():.1f}; training step, sparse (N = {config.ff_sparsity}) over dense")
     for threads in sorted({1, torch.get_num_threads()}):
         torch.set_num_threads(threads)
         for scale in (1, 2):
