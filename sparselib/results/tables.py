@@ -20,6 +20,8 @@ MISSING = "–"
 def save_table(name: str, frame: DataFrame, formats: Mapping[str, str] | None = None) -> DataFrame:
     """Write ``frame`` as <results_dir>/<name>.csv and return it as it is shown, every cell a string.
 
+    The file has the same rounding, but no commas between thousands.
+
     ``formats`` gives a column its format, such as ``{"time (ms)": "{:.2f}"}``; a column with floats needs
     one; None and NaN become a dash. Put units in the column names. The index is not written; the file is
     written whole or not at all. Errors: ValueError for a name that is not made of a-z, 0-9 and _, no rows,
@@ -31,10 +33,11 @@ def save_table(name: str, frame: DataFrame, formats: Mapping[str, str] | None = 
     require(frame.columns.is_unique, "frame.columns", list(frame.columns), "unique names")
     for column in formats:
         require(column in frame.columns, "formats", column, f"columns out of {list(frame.columns)}")
-    shown = frame.astype(object)
-    for column in shown.columns:
-        shown[column] = [_show(cell, column, formats.get(column)) for cell in frame[column]]
-    write_atomically(results_dir() / f"{name}.csv", shown.to_csv(index=False, lineterminator="\n"))
+    shown, plain = frame.astype(object), frame.astype(object)
+    for column, form in ((column, formats.get(column)) for column in frame.columns):
+        shown[column] = [_show(cell, column, form) for cell in frame[column]]
+        plain[column] = [_show(cell, column, form and form.replace(",", "")) for cell in frame[column]]
+    write_atomically(results_dir() / f"{name}.csv", plain.to_csv(index=False, lineterminator="\n"))
     return shown
 
 
