@@ -133,6 +133,8 @@ def _clean(notebook: NotebookNode, name: str) -> None:
     """Keep what the reader needs to know of the run, and drop paths and what would differ in every run."""
     notebook.metadata.papermill |= {"input_path": f"notebooks/{name}", "output_path": f"notebooks/{name}"}
     notebook.metadata.machine = machine()
+    for cell in notebook.cells:
+        cell.source = cell.source.rstrip()  # papermill ends its cell of parameters with an empty line
     strip_output(notebook, keep_output=True, keep_count=True, keep_id=True, extra_keys=NOISE)
 
 
