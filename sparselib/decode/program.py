@@ -1,0 +1,360 @@
+"""What a model does for a token, as a list of operations, and where in memory they read and write.
+
+The memory ``m`` begins with what decoding remembers (keys, values, inputs of convolutions: one line a position for each
+of ``batch`` slots), then come buffers. A layer's result is not added to the residual stream x by the layer, but by the
+next norm, which reads it anyway.
+Letters: B = batch; R = rows that can be at work at once; T = threads; S modules, d = d_model, f = d_ff.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..config import ModelConfig
+from . import kernels as ops
+from .layout import ALIGN, GROUP, Conv, Dense, Layout, Mult, Shape, attention_shapes, cross_shapes, unembedding_shape
+
+PARTS = (
+    "embedding",
+    "norms",
+    "self_attention",
+    "cross_attention",
+    "kv_cache",
+    "controller",
+    "feedforward",
+    "unembedding",
+)
+EMBEDDING, NORMS, SELF, CROSS, CACHE, CONTROLLER, FEEDFORWARD, UNEMBEDDING = range(len(PARTS))
+KINDS = {"sparse": ops.SPARSE, "block": ops.BLOCK, "switch": ops.SWITCH}
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Lines of ``line`` floats for each position of each slot: ``slots`` x ``length`` lines at ``offset`` in m."""
+
+    offset: int
+    slots: int
+    length: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What the next norm adds to x: the sum of ``parts`` buffers (-1: one for each thread), plus a bias in p."""
+
+    offset: int = 0
+    parts: int = 0
+    stride: int = 0
+    bias: int = -1
+
+
+class Program:
+    """Operations of the encoder, of the keys and values it gives, of the decoder's body and of its head.
+
+    ``encode``, ``remember``, ``body`` and ``head`` are (start, end) in ``operations``; head follows body.
+    """
+
+    def __init__(self, layout: Layout, batch: int, max_len: int, source_len: int, rows: int, threads: int):
+        self.layout, self.config = layout, layout.config
+        self.batch, self.max_len, self.source_len, self.rows, self.threads = batch, max_len, source_len, rows, threads
+        self.size = 0  # floats of m
+        self.caches: list[Cache] = []  # what decoding remembers of the tokens so far
+        self.source_caches: list[Cache] = []  # keys and values of the encoder's output
+        self._ops: list[dict[str, int]] = []
+        config, cross = self.config, self.config.is_encoder_decoder
+        self._decoder = [self._block_caches(config.attention, cross) for _ in range(config.n_layers)]
+        self.state_size = self.size
+        self._make_buffers()
+        self.encode = self._section(self._encode) if cross and layout.encoder else None
+        self.remember = self._section(self._remember) if cross else None
+        self.body, self.head = self._section(self._body), self._section(self._head)
+        self.operations = np.zeros(len(self._ops), ops.OP)
+        for place, op in enumerate(self._ops):
+            for name, value in op.items():
+                self.operations[place][name] = value
+
+    # --- memory ---
+
+    def _take(self, size: int) -> int:
+        """``size`` floats of m, from a cache line's start."""
+        offset = self.size
+        self.size += -(-size // ALIGN) * ALIGN
+        return offset
+
+    def _cache(self, slots: int, length: int, line: int) -> Cache:
+        return Cache(self._take(slots * length * line + ALIGN), slots, length, line)
+
+    def _block_caches(self, kind: str, cross: bool) -> dict[str, Cache]:
+        """Keys, values and histories of convolutions of one decoder block."""
+        config, lines = self.config, (self.batch, self.max_len)
+        caches = {name: self._cache(*lines, config.d_model) for name in ("keys", "values")}
+        caches |= {name: self._cache(*lines, self._history_line()) for name in self._histories(kind, cross)}
+        self.caches += caches.values()
+        if cross:
+            source = {
+                n: self._cache(self.batch, self.source_len, config.d_model) for n in ("source_keys", "source_values")
+            }
+            self.source_caches += source.values()
+            caches |= source
+        return caches
+
+    def _histories(self, kind: str, cross: bool) -> list[str]:
+        names = ["input"] if "conv" in kind else []
+        names += ["output"] if kind in ("conv", "mult_conv_output") else []
+        return names + (["query"] if cross and self.config.cross_attention == "sparse" else [])
+
+    @property
+    def _pad(self) -> int:
+        return max(self.config.kernel_size, self.config.v_kernel) // 2
+
+    @property
+    def _lanes(self) -> int:
+        """Floats between one feature of all modules and the next: zeros on both sides, a whole number of tiles."""
+        return -(-self.config.n_modules // GROUP) * GROUP + 2 * self._pad
+
+    def _history_line(self) -> int:
+        return self.config.d_model // self.config.n_modules * self._lanes
+
+    def _make_buffers(self) -> None:
+        config, rows, threads = self.config, self.rows, self.threads
+        d, f, lines = config.d_model, config.d_ff, rows + GROUP  # a tile may read beyond the last row
+        self._x = [self._take(lines * d), self._take(lines * d)]
+        self.z, self._q, self._attended, self._out = (self._take(lines * d) for _ in range(4))
+        self._low = self._take(lines * config.d_lowrank)
+        self._hidden = self._take(lines * f)  # hidden units, or the controller's logits
+        self._summed = self._take(threads * rows * d)
+        self._line = self._take(threads * d)
+        self._tile = self._take(threads * 2 * ops.C_SIZE)
+        self._scores = self._take(config.n_heads * max(self.max_len, self.source_len))
+        mults = [s for s in self._shapes() if isinstance(s, Mult)]
+        self._gated_line = max((gated_size(s) for s in mults), default=0)
+        self._gated = self._take(threads * self._gated_line)
+        self._sums_line = max((sums_size(s) for s in mults), default=0)
+        self._sums = self._take(2 * threads * self._sums_line)
+        self.logits = self._take(lines * config.vocab_size)
+
+    def _shapes(self) -> list[Shape]:
+        config = self.config
+        kinds = {config.attention, config.attention_of_encoder}
+        shapes = [shape for kind in kinds for shape in attention_shapes(config, kind).values()]
+        return [*shapes, *cross_shapes(config).values(), unembedding_shape(config)]
+
+    # --- operations ---
+
+    def _section(self, write: Any) -> tuple[int, int]:
+        start = len(self._ops)
+        write()
+        return start, len(self._ops)
+
+    def _op(self, code: int, part: int, **fields: int) -> None:
+        defaults = dict(scale=-1, bias=-1, gate_scale=-1, scale2=-1, join=1, last=self._last)
+        self._ops.append(defaults | dict(code=code, part=part, c=self._tile) | fields)
+
+    _last = 0
+
+    def _weights(self, name: str, w: str = "w", scale: str = "scale") -> dict[str, int]:
+        matrix = self.layout.matrices[name]
+        return {w: matrix.offset, scale: matrix.scale}
+
+    def _bias(self, name: str) -> int:
+        vector = self.layout.vectors.get(name)
+        return -1 if vector is None else vector.offset
+
+    def _begin(self, stack: str) -> None:
+        """x = embedding + position."""
+        weights = self._weights("embedding.weight")
+        bias = self._bias(f"{stack}.positions.table")
+        self._op(ops.EMBED, EMBEDDING, k=self.config.d_model, y=self._x[0], **weights | {"bias": bias})
+        self._delta = Delta()
+
+    def _norm(self, name: str) -> None:
+        delta, d = self._delta, self.config.d_model
+        self._op(
+            ops.NORM,
+            NORMS,
+            k=d,
+            x=self._x[0],
+            y=self._x[1],
+            z=self.z,
+            a=self._line,
+            x2=delta.offset,
+            parts=delta.parts,
+            x_row=delta.stride,
+            bias=delta.bias,
+            gamma=self._bias(f"{name}.weight"),
+            beta=self._bias(f"{name}.bias"),
+        )
+        self._x.reverse()
+
+    def _layer(
+        self, name: str, shape: Shape, part: int, x: int, y: int | Cache, join: int = 1, history: Cache | None = None
+    ) -> None:
+        """One layer from the rows at ``x`` (a convolution: from its ``history``) to rows at y or a cache's lines."""
+        if isinstance(shape, Dense):
+            self._linear(name, shape.d_out, shape.d_in, part, x, y, join)
+        elif isinstance(shape, Mult):
+            self._mult(name, shape, part, x, y)
+        else:
+            assert history is not None
+            self._conv(name, shape, part, history, y, join)
+
+    def _to(self, y: int | Cache, line: int) -> dict[str, int]:
+        if isinstance(y, Cache):
+            return dict(y=y.offset, y_row=y.line, y_slots=y.length)
+        return dict(y=y, y_row=line)
+
+    def _linear(
+        self, name: str, o: int, k: int, part: int, x: int, y: int | Cache, join: int = 1, relu: int = 0, **more: Any
+    ) -> None:
+        weight, bias = more.get("weight", f"{name}.weight"), more.get("bias", f"{name}.bias")
+        fields = self._weights(weight) | self._to(y, o) | {"bias": self._bias(bias)}
+        self._op(ops.LINEAR, part, x=x, x_row=k, k=k, o=o, y_lane=1, relu=relu, join=join, **fields)
+
+    def _mult(self, name: str, shape: Shape, part: int, x: int, y: int | Cache | None, spread: bool = False) -> None:
+        """``spread``: into a history, where the modules of one feature stand side by side."""
+        assert isinstance(shape, Mult) and y is not None
+        o = shape.d_out // shape.s
+        fields = self._weights(f"{name}.D", "gate", "gate_scale") | self._weights(f"{name}.E")
+        fields |= self._to(y, shape.d_out) | {"bias": self._bias(f"{name}.bias"), "b_module": o}
+        steps = dict(y_module=1, y_lane=self._lanes) if spread else dict(y_module=o, y_lane=1)
+        fields["y"] += self._pad if spread else 0
+        sizes = dict(k=shape.d_in, o=o, s=shape.s, x=x, x_row=shape.d_in, a=self._gated, a_row=self._gated_line)
+        sizes |= dict(sums=self._sums, sums_row=self._sums_line)
+        self._op(ops.MULT, part, **sizes, **steps, **fields)
+
+    def _spread(self, x: int, history: Cache, s: int, part: int) -> None:
+        sizes = dict(k=self.config.d_model, s=s, x=x, pad=self._pad, lanes=self._lanes)
+        self._op(ops.SPREAD, part, **sizes, **self._to(history, 0))
+
+    def _conv(self, name: str, shape: Conv, part: int, history: Cache, y: int | Cache, join: int) -> None:
+        module = shape.d // shape.s
+        fields = self._weights(f"{name}.weight") | self._to(y, shape.d) | {"bias": self._bias(f"{name}.bias")}
+        source = dict(x=history.offset, x_row=history.line, cap=history.length, pad=self._pad, lanes=self._lanes)
+        sizes = dict(k=module, o=module, s=shape.s, length=shape.length, width=shape.width, y_module=module, y_lane=1)
+        self._op(ops.CONV, part, join=join, **source, **sizes, **fields)
+
+    def _attend(self, keys: Cache, values: Cache, visible: int, part: int) -> None:
+        config = self.config
+        sizes = dict(k=config.d_model, heads=config.n_heads, cap=keys.length, scores=self._scores, visible=visible)
+        self._op(ops.ATTEND, part, x=self._q, y=self._attended, keys=keys.offset, values=values.offset, **sizes)
+
+    def _self_attention(self, block: str, kind: str, caches: dict[str, Cache]) -> None:
+        shapes, name, x = attention_shapes(self.config, kind), f"{block}.attention", self.z
+        history = caches.get("input")
+        if "shared" in shapes:
+            self._mult(f"{name}.shared", shapes["shared"], SELF, x, history, spread=True)
+        elif history is not None:
+            self._spread(x, history, self.config.n_modules, SELF)
+        for part, y in (("q", self._q), ("k", caches["keys"]), ("v", caches["values"])):
+            self._layer(f"{name}.{part}", shapes[part], SELF, x, y, int(part == "v"), history)
+        self._attend(caches["keys"], caches["values"], ops.VISIBLE, CACHE)
+        self._delta = Delta(self._attended, 1)
+        if kind == "mult_conv_output":
+            self._mult(
+                f"{name}.output.layers.0", shapes["output.layers.0"], SELF, self._attended, caches["output"], True
+            )
+            self._layer(f"{name}.output.layers.1", shapes["output.layers.1"], SELF, 0, self._out, 1, caches["output"])
+        elif kind != "mult_conv":
+            if kind == "conv":
+                self._spread(self._attended, caches["output"], self.config.n_modules, SELF)
+            self._layer(f"{name}.output", shapes["output"], SELF, self._attended, self._out, 1, caches.get("output"))
+        if kind != "mult_conv":
+            self._delta = Delta(self._out, 1)
+
+    def _cross_attention(self, block: str, caches: dict[str, Cache]) -> None:
+        shapes, name = cross_shapes(self.config), f"{block}.cross"
+        if "query" in shapes:
+            self._layer(f"{name}.query", shapes["query"], CROSS, self.z, self._q)
+        else:
+            history = caches["query"]
+            self._mult(f"{name}.query.layers.0", shapes["query.layers.0"], CROSS, self.z, history, True)
+            self._layer(f"{name}.query.layers.1", shapes["query.layers.1"], CROSS, 0, self._q, 1, history)
+        self._attend(caches["source_keys"], caches["source_values"], ops.SOURCE, CACHE)
+        self._delta = Delta(self._attended, 1)
+        if "output" in shapes:
+            self._layer(f"{name}.output", shapes["output"], CROSS, self._attended, self._out)
+            self._delta = Delta(self._out, 1)
+
+    def _feedforward(self, block: str) -> None:
+        config, name = self.config, f"{block}.feedforward"
+        d, f, n = config.d_model, config.d_ff, config.ff_sparsity
+        w1, w2, b1, b2 = (f"{name}.{part}" for part in ("w1", "w2", "b1", "b2"))
+        if config.feedforward == "dense":
+            self._linear(name, f, d, FEEDFORWARD, self.z, self._hidden, relu=1, weight=w1, bias=b1)
+            self._linear(name, d, f, FEEDFORWARD, self._hidden, self._out, weight=w2, bias=b2)
+            self._delta = Delta(self._out, 1)
+            return
+        if config.feedforward == "sparse":
+            r = config.d_lowrank
+            self._linear(name, r, d, CONTROLLER, self.z, self._low, weight=f"{name}.c1", bias="")
+            self._linear(name, f, r, CONTROLLER, self._low, self._hidden, weight=f"{name}.c2", bias=f"{name}.bc")
+            sizes = dict(s=f // n, block=n, x_row=f)
+        else:
+            self._linear(name, n, d, CONTROLLER, self.z, self._hidden, weight=f"{name}.c", bias="")
+            sizes = dict(s=n, block=f // n, x_row=n)
+        fields = self._weights(w1) | self._weights(w2, "w2", "scale2") | {"bias": self._bias(b1)} | sizes
+        stride = self.rows * d
+        kind, buffers = KINDS[config.feedforward], dict(x=self.z, x2=self._hidden, y=self._summed, y_row=stride)
+        self._op(ops.UNITS, FEEDFORWARD, k=d, kind=kind, **buffers, **fields)
+        self._delta = Delta(self._summed, -1, stride, self._bias(b2))
+
+    def _encode(self) -> None:
+        """One source at a time, all of its positions at once, in slot 0."""
+        kind = self.config.attention_of_encoder
+        names = ["keys", "values"]
+        caches = {name: self._cache(1, self.source_len, self.config.d_model) for name in names}
+        caches |= {name: self._cache(1, self.source_len, self._history_line()) for name in self._histories(kind, False)}
+        self._begin("encoder")
+        for block in (f"encoder.blocks.{i}" for i in range(self.config.n_encoder_layers)):
+            self._norm(f"{block}.attention_norm")
+            self._self_attention(block, kind, caches)
+            self._norm(f"{block}.feedforward_norm")
+            self._feedforward(block)
+        self._norm("encoder.norm")
+
+    def _remember(self) -> None:
+        """Keys and values of the encoder's output, which stands in z."""
+        d = self.config.d_model
+        for i, caches in enumerate(self._decoder):
+            for part in ("key", "value"):
+                self._layer(f"stack.blocks.{i}.cross.{part}", Dense(d, d), CROSS, self.z, caches[f"source_{part}s"], 0)
+        self._ops[-1]["join"] = 1
+
+    def _body(self) -> None:
+        self._begin("stack")
+        for i, caches in enumerate(self._decoder):
+            block = f"stack.blocks.{i}"
+            self._norm(f"{block}.attention_norm")
+            self._self_attention(block, self.config.attention, caches)
+            if self.config.is_encoder_decoder:
+                self._norm(f"{block}.cross_norm")
+                self._cross_attention(block, caches)
+            self._norm(f"{block}.feedforward_norm")
+            self._feedforward(block)
+
+    def _head(self) -> None:
+        self._last = 1
+        self._norm("stack.norm")
+        self._layer("unembedding", unembedding_shape(self.config), UNEMBEDDING, self.z, self.logits)
+
+
+def gated_size(shape: Mult) -> int:
+    """Floats of gated inputs that a thread holds at a time."""
+    inputs = shape.d_in if shape.s <= GROUP else ops.K_BLOCK
+    return -(-shape.s // GROUP) * GROUP * inputs + ALIGN
+
+
+def sums_size(shape: Mult) -> int:
+    """Floats of a thread's sums over its share of the inputs, all outputs in whole tiles."""
+    if shape.s <= GROUP:
+        return 0
+    return -(-shape.s // ops.TILE) * -(-shape.d_out // shape.s // ops.PANEL) * ops.C_SIZE
+
+
+def units_of_a_thread(config: ModelConfig, threads: int) -> int:
+    """The most hidden units that a thread has to remember."""
+    n = config.ff_sparsity
+    return 1 + (config.d_ff // n if config.feedforward != "dense" else 0) // threads
