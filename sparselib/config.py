@@ -353,13 +353,19 @@ class DecodeCost:
 
 
 def decode_cost(
-    config: ModelConfig, *, context: int = 1, source_length: int = 16, bytes_per_weight: float = 4
+    config: ModelConfig,
+    *,
+    context: int = 1,
+    source_length: int = 16,
+    bytes_per_weight: float = 4,
+    bytes_per_cached: float | None = None,
 ) -> DecodeCost:
     """Bytes of weights and cache that decoding one token touches, and the FLOPs of its matrix products.
 
     ``context`` counts the positions attended to, the new one included; ``source_length`` those of an encoder-decoder's
-    source, whose keys and values are cached. Activations and the few remembered conv inputs are not counted: they stay
-    in cache. Source: section 1 of the paper, with 4 d_model^2 + 2 d_model^2 + 2 d_model d_ff for the dense block.
+    source, whose keys and values are cached. ``bytes_per_cached`` is for these (None: as the weights; the engine keeps
+    them in fp32). Activations and the few remembered conv inputs are not counted: they stay in cache. Source: section 1
+    of the paper, with 4 d_model^2 + 2 d_model^2 + 2 d_model d_ff for the dense block.
     """
     require_size("context", context)
     require_size("source_length", source_length)
@@ -370,7 +376,8 @@ def decode_cost(
         for name, part in model_parts(config).items()
         if part.reads
     }
-    parts["kv_cache"] = PartCost(2 * config.d_model * cached * bytes_per_weight, 4 * config.d_model * cached)
+    per_number = bytes_per_weight if bytes_per_cached is None else bytes_per_cached
+    parts["kv_cache"] = PartCost(2 * config.d_model * cached * per_number, 4 * config.d_model * cached)
     return DecodeCost(parts)
 
 

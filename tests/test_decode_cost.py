@@ -149,6 +149,18 @@ def test_costs_add_up_and_grow_with_the_cache(config, context, source_length):
     assert longer.bytes - cost.bytes == config.is_encoder_decoder * 4 * 2 * config.d_model * config.n_layers
 
 
+@given(config=configs(), context=st.integers(1, 40), weight=st.sampled_from([1, 2, 4]), cached=st.sampled_from([2, 4]))
+def test_the_cache_may_have_numbers_of_another_size(config, context, weight, cached):
+    if not config.has_decoder:
+        return
+    parts = decode_cost(config, context=context, bytes_per_weight=weight, bytes_per_cached=cached).parts
+    same = decode_cost(config, context=context, bytes_per_weight=weight).parts
+    assert parts["kv_cache"].bytes * weight == same["kv_cache"].bytes * cached
+    assert {name: part for name, part in parts.items() if name != "kv_cache"} == {
+        name: part for name, part in same.items() if name != "kv_cache"
+    }
+
+
 def test_a_dense_block_reads_what_section_1_says():
     d, f, n = 1024, 4096, 24
     parts = decode_cost(preset("paper_800m")).parts

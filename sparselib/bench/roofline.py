@@ -1,22 +1,34 @@
-"""The memory's side of the roofline: how many bytes a second this machine can read.
+"""The two sides of the roofline, bytes and multiply-adds a second, and the least time that a decoded token can take.
 
-A token decoded alone touches each weight once, so bytes / bandwidth is the least time it can take. The
-measured bandwidth has to be the best there is, else a kernel would seem to beat its own limit: a core that
-follows one stream of addresses waits for memory longer than one that follows four (here 13 against 18 GB/s on
-one core).
+A token decoded alone touches each weight once, so bytes / bandwidth is the least time most of its parts can take; only
+the multiplicative layers and convolutions multiply enough for FLOPs / peak to matter. What is measured here has to be
+the best there is, else a kernel would seem to beat its own limit. Two things matter for bandwidth: a core that follows
+one stream of addresses waits for memory longer than one that follows four (here 13 against 18 GB/s on one core), and
+memory in 2 MiB pages is read faster than in small ones.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from typing import Literal
 
 import numpy as np
 import psutil
 from numba import njit
 
-from ..checks import require, require_size
+from ..checks import require, require_choice, require_size
+from ..config import ModelConfig, decode_cost
+from ..decode.kernels import C_SIZE
+from ..decode.layout import GROUP, PANEL
+from ..decode.simd import address_of, tile_tx1
+from ..decode.memory import allocate
+from ..decode.pack import DTYPES
 from .machine import last_level_cache
 
 STREAMS = 4
@@ -24,6 +36,25 @@ STRIDES = (1024, 4096, 65536)  # floats between streams: which is best depends o
 GRAIN = STREAMS * max(STRIDES)  # a thread's part is a multiple of this many floats
 PASSES = 8
 SMALLEST = 2**29  # bytes
+INNER = 256  # inputs of the tile that peak_gflops multiplies: 24 KB, which the first-level cache holds
+TILES = 2**15  # tiles a pass: INNER x TILES = 2^23 ones are still counted exactly in fp32
+OUTSIDE_BLOCKS = ("embedding", "positions", "unembedding")
+
+Scope = Literal["model", "block"]
+
+
+def usable_threads() -> int:
+    """Hardware threads that this process may use: the engine's default."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _require_threads(threads: int) -> None:
+    require_size("threads", threads)
+    most = psutil.cpu_count() or 1
+    require(threads <= most, "threads", threads, f"at most the {most} of this machine")
+
+
+# --- bytes a second ---------------------------------------------------------------------------------------------------
 
 
 @njit(nogil=True, fastmath=True)
@@ -43,42 +74,152 @@ def _sum(part: np.ndarray, stride: int) -> float:
     return total
 
 
+class Reader:
+    """Memory to read again and again: how fast it is read at this moment, for benchmarks that last minutes.
+
+    ``size`` bytes (default: 512 MiB, or four times the last-level cache if that is more) are shared out among the
+    threads, each of which writes its part first. Errors: as :func:`read_bandwidth`.
+    """
+
+    def __init__(self, threads: int, size: int | None = None):
+        _require_threads(threads)
+        wanted = max(SMALLEST, 4 * last_level_cache()) if size is None else size
+        floats = wanted // 4 // threads // GRAIN * GRAIN
+        require(floats > 0, "size", size, f"at least {4 * threads * GRAIN} bytes for {threads} threads")
+        free = psutil.virtual_memory().available
+        if 4 * floats * threads > free / 2:
+            raise MemoryError(f"read_bandwidth needs {wanted / 1e9:.1f} GB, of which {free / 2e9:.1f} GB may be taken")
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads)
+        self._parts = list(self._pool.map(_ones, [floats] * threads))
+        rates = {stride: self._best(1 + PASSES, stride) for stride in STRIDES}  # the first pass compiles
+        self._stride = max(rates, key=lambda stride: rates[stride])
+        self.highest = rates[self._stride]  # GB/s, of all passes so far
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def now(self) -> float:
+        """GB/s (10^9 bytes), the best of a few passes: a tenth of a second."""
+        rate = self._best(4, self._stride)
+        self.highest = max(self.highest, rate)
+        return rate
+
+    def _best(self, passes: int, stride: int) -> float:
+        """GB/s of the fastest of ``passes`` passes; the sum shows that every float was read."""
+        size, read, shortest = self.nbytes, partial(_sum, stride=stride), float("inf")
+        for _ in range(passes):
+            start = time.perf_counter()
+            total = sum(self._pool.map(read, self._parts))
+            shortest = min(shortest, time.perf_counter() - start)
+            if total * 4 != size:
+                raise RuntimeError(f"read {total:.0f} floats of {size // 4}: the bandwidth would be wrong")
+        return size / shortest / 1e9
+
+
 def read_bandwidth(threads: int, size: int | None = None) -> float:
     """Read bandwidth of ``threads`` threads in GB/s (10^9 bytes): the best of passes over ``size`` bytes.
 
-    ``size`` (default: 512 MiB, or four times the last-level cache if that is more) is shared out among the
-    threads, each of which writes its part first. About three seconds. Errors: ValueError for threads outside
-    1 .. the machine's, or a size below one grain a thread; MemoryError, with the numbers, where it would take
-    over half the free memory.
+    ``size`` is as in :class:`Reader`. About three seconds. Errors: ValueError for threads outside 1 .. the machine's,
+    or a size below one grain a thread; MemoryError, with the numbers, where it would take over half the free memory.
     """
-    require_size("threads", threads)
-    most = psutil.cpu_count() or 1
-    require(threads <= most, "threads", threads, f"at most the {most} of this machine")
-    wanted = max(SMALLEST, 4 * last_level_cache()) if size is None else size
-    floats = wanted // 4 // threads // GRAIN * GRAIN
-    require(floats > 0, "size", size, f"at least {4 * threads * GRAIN} bytes for {threads} threads")
-    free = psutil.virtual_memory().available
-    if 4 * floats * threads > free / 2:
-        raise MemoryError(f"read_bandwidth needs {wanted / 1e9:.1f} GB, of which {free / 2e9:.1f} GB may be taken")
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(_ones, [floats] * threads))
-        return max(_best(pool, parts, stride) for stride in STRIDES)
+    return Reader(threads, size).highest
 
 
 def _ones(floats: int) -> np.ndarray:
-    part = np.empty(floats, np.float32)
-    part.fill(1.0)  # written, so that the pages exist: unwritten memory is one shared page of zeros
+    part = allocate(floats, np.float32)
+    part.fill(1.0)
     return part
 
 
-def _best(pool: ThreadPoolExecutor, parts: list[np.ndarray], stride: int) -> float:
-    """GB/s of the fastest of ``PASSES`` passes; the sum shows that every float was read."""
-    size = sum(part.nbytes for part in parts)
+# --- multiply-adds a second -------------------------------------------------------------------------------------------
+
+
+@njit(nogil=True)
+def _multiply(a: np.ndarray, w: np.ndarray, c: np.ndarray, inner: int, tiles: int) -> None:
+    """``tiles`` times the engine's tile: c (TILE, PANEL) += a (TILE, inner) w (inner, PANEL)."""
+    for _ in range(tiles):
+        tile_tx1(a, 0, GROUP, 1, w, 0, 0, address_of(w, 0), 0, inner, c, 0)
+
+
+def peak_gflops(threads: int) -> float:
+    """fp32 GFLOP/s (10^9, 2 per multiply-add) of ``threads`` threads: the best of passes of the engine's inner loop.
+
+    Sums stay in registers and inputs in the first-level cache, each thread's its own. Under two seconds. Errors:
+    ValueError for threads outside 1 .. the machine's.
+    """
+    _require_threads(threads)
+    sums = [np.zeros(C_SIZE, np.float32) for _ in range(threads)]
+    ones = [[np.ones(INNER * width, np.float32) for _ in range(threads)] for width in (GROUP, PANEL)]
     shortest = float("inf")
-    for _ in range(1 + PASSES):  # the first compiles
-        start = time.perf_counter()
-        total = sum(pool.map(partial(_sum, stride=stride), parts))
-        shortest = min(shortest, time.perf_counter() - start)
-        if total * 4 != size:
-            raise RuntimeError(f"read {total:.0f} floats of {size // 4}: the bandwidth would be wrong")
-    return size / shortest / 1e9
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(1 + 2 * PASSES):  # the first compiles
+            for c in sums:
+                c.fill(0)
+            start = time.perf_counter()
+            list(pool.map(_multiply, *ones, sums, repeat(INNER), repeat(TILES)))
+            shortest = min(shortest, time.perf_counter() - start)
+            if any((c != INNER * TILES).any() for c in sums):
+                raise RuntimeError(f"sums of {INNER * TILES} ones came out as {sums}: the peak would be wrong")
+    return 2 * threads * INNER * TILES * C_SIZE / shortest / 1e9
+
+
+# --- the limit --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What ``threads`` threads of this machine can do at best: GB/s read, fp32 GFLOP/s (both 10^9)."""
+
+    threads: int
+    read_gb_s: float
+    peak_gflops: float
+
+    @classmethod
+    def measure(cls, threads: int) -> Roofline:
+        """About five seconds. Errors: as :func:`read_bandwidth`."""
+        return cls(threads, read_bandwidth(threads), peak_gflops(threads))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The least time of one token: ``ms``, the sum over ``parts`` (ms each), and the bytes and FLOPs behind it."""
+
+    ms: float
+    bytes: float
+    flops: float
+    parts: Mapping[str, float]
+
+
+def limit(
+    config: ModelConfig,
+    dtype: str,
+    roofline: Roofline,
+    *,
+    context: int,
+    source_length: int = 16,
+    scope: Scope = "model",
+) -> Limit:
+    """Sum over the parts of the model of max(bytes / bandwidth, FLOPs / peak), for one token at batch 1.
+
+    ``scope`` "block" is one decoder block, the mean of all: every part but embedding, positions and unembedding, over
+    n_layers. All weights count as ``dtype`` (fp32 4, bf16 2, int8 1 byte), the cache as fp32, which it always is; the
+    scales of int8 and the few vectors that stay fp32 are not counted. ``context`` and ``source_length`` as in
+    :func:`~sparselib.config.decode_cost`. Errors: ValueError for an unknown dtype or scope, and decode_cost's.
+    """
+    require_choice("dtype", dtype, tuple(DTYPES))
+    require_choice("scope", scope, ("model", "block"))
+    weight = DTYPES[dtype].itemsize
+    cost = decode_cost(
+        config, context=context, source_length=source_length, bytes_per_weight=weight, bytes_per_cached=4
+    )
+    is_block = scope == "block"
+    counted = {name: part for name, part in cost.parts.items() if not (is_block and name in OUTSIDE_BLOCKS)}
+    share = 1 / config.n_layers if is_block else 1.0
+    parts = {
+        name: share * max(part.bytes / roofline.read_gb_s, part.flops / roofline.peak_gflops) / 1e6
+        for name, part in counted.items()
+    }
+    bytes, flops = sum(part.bytes for part in counted.values()), sum(part.flops for part in counted.values())
+    return Limit(sum(parts.values()), share * bytes, share * flops, parts)

@@ -3,7 +3,7 @@
 A model is a program, an array of ``OP`` records (program.py writes it); its weights are one flat array ``w`` of fp32,
 bf16 (as uint16) or int8; ``p`` holds what is always fp32 (scales, biases, norms, positions); ``m`` is the memory that
 operations read and write (caches, then buffers). Nothing is allocated here. All kernels stand in this file, because
-numba's disk cache looks at the age of one file only.
+numba's disk cache looks at the age of one file only; ``SIMD`` changes this one whenever simd.py changes.
 
 Letters: K inner size, O outputs of a matrix; a panel is 16 outputs of a matrix, stored (K, 16), so that one vector
 register holds one input's weights; S modules, in groups of 8; R rows at work (sequences, or positions of a prompt);
@@ -12,23 +12,37 @@ T threads.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
-PANEL = 16  # outputs side by side: one AVX-512 register, two of AVX2, four of NEON
-GROUP = 8  # modules side by side in the gates of a multiplicative layer
-TILE = 8 if llvm.get_host_cpu_features().get("avx512f") else 4  # rows whose sums fit in the registers
+from .layout import GROUP, PANEL
+from .simd import (
+    TILE,
+    address_of,
+    atomic_add,
+    atomic_load,
+    cycles,
+    float_of_bits,
+    get,
+    offer_core,
+    prefetch_read,
+    prefetch_write,
+    put,
+    scaled,
+    tile_1x1,
+    tile_1x4,
+    tile_4x1,
+    tile_tx1,
+)
+
+SIMD = "4b60830dd074"  # the first digits of simd.py's SHA-256: a test says when to change them
+
 C_SIZE = TILE * PANEL  # floats of a thread's tile of sums
-AHEAD1, AHEADR, AHEADC = (int(v) for v in os.environ.get("AH", "256,64,512").split(","))
-K_BLOCK = 512  # inputs of a multiplicative layer gated at a time, so that they stay in the second-level cache
+AHEAD = 128  # cache lines that a stream of weights is asked for ahead of its use
+K_BLOCK = 512  # inputs of a multiplicative layer gated at a time, so that they stay in cache
 SPINS = 2_000  # looks at a barrier before a thread offers its core to others, a few microseconds
 IDLE_SPINS = 200_000  # looks for the next token before a thread goes to sleep, well under a millisecond
 
@@ -39,6 +53,7 @@ FIELDS = (
     " length width pad lanes cap"  # conv, attend
     " keys values heads scores visible"  # attend
     " w2 scale2 block kind"  # units
+    " next next_step"  # where the next operation's weights begin, and a thread's share of them
     " z gamma beta"  # norm
 )
 OP = np.dtype([(name, np.int64) for name in FIELDS.split()])
@@ -56,212 +71,16 @@ def kernel(function: Callable) -> Any:
         return njit(nogil=True, fastmath=MATH)(function)
 
 
-# --- single instructions ----------------------------------------------------------------------------------------------
-
-
-def _data(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Pointer to ``array[index]``."""
-    return builder.gep(cgutils.create_struct_proxy(array_type)(context, builder, array).data, [index])
-
-
-def _to_float(builder: Any, x: Any, kind: Any, shape: Callable) -> Any:
-    """A weight (or a vector of them, as ``shape`` makes types) as float32: bf16 are the upper half of its bits."""
-    if kind == types.float32:
-        return x
-    if kind == types.int8:
-        return builder.sitofp(builder.sext(x, shape(ir.IntType(32))), shape(ir.FloatType()))
-    wide = shape(ir.IntType(32))
-    sixteen = wide(16) if wide == ir.IntType(32) else wide([16] * wide.count)
-    return builder.bitcast(builder.shl(builder.zext(x, wide), sixteen), shape(ir.FloatType()))
-
-
-@intrinsic
-def get(typing: Any, array: Any, index: Any) -> Any:
-    """``array[index]`` as float32, whatever its dtype.
-
-    Unlike brackets it takes no negative index to count from the end: that test keeps loops from becoming vector code.
-    """
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _to_float(builder, builder.load(_data(context, builder, array, *args)), array.dtype, lambda t: t)
-
-    return types.float32(array, types.int64), generate
-
-
-@intrinsic
-def put(typing: Any, w: Any, index: Any, value: Any) -> Any:
-    """``w[index] = value``, cut to bf16 or, from a value already in -127 .. 127, to int8."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        stored, x = context.get_data_type(w.dtype), args[2]
-        if w.dtype == types.int8:
-            x = builder.fptosi(x, stored)
-        elif w.dtype == types.uint16:
-            bits = builder.bitcast(x, ir.IntType(32))
-            x = builder.trunc(builder.lshr(bits, ir.IntType(32)(16)), stored)
-        builder.store(x, _data(context, builder, w, args[0], args[1]))
-        return context.get_dummy_value()
-
-    return types.void(w, types.int64, types.float32), generate
-
-
-@intrinsic
-def _float_of_bits(typing: Any, bits: Any) -> Any:
-    return types.float32(types.int32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
-
-
-def _emit_prefetch(builder: Any, pointer: Any, write: int) -> None:
-    pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-    i32 = ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [pointer, *(i32(v) for v in (write, 3, 1))])  # 3: keep in all caches, 1: data
-
-
-def _make_prefetch(write: int) -> Any:
-    @intrinsic
-    def prefetch(typing: Any, array: Any, index: Any) -> Any:
-        """Ask for the cache line of ``array[index]``, to read from it or to write to it."""
-
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            _emit_prefetch(builder, _data(context, builder, array, *args), write)
-            return context.get_dummy_value()
-
-        return types.void(array, types.int64), generate
-
-    return prefetch
-
-
-@intrinsic
-def _scaled(typing: Any, m: Any, to: Any, w: Any, at: Any, x: Any) -> Any:
-    """m[to + l] = x w[at + l] for the lanes l of a group."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        stored, vector = (ir.VectorType(t, GROUP) for t in (context.get_data_type(w.dtype), ir.FloatType()))
-        source = builder.bitcast(_data(context, builder, w, args[2], args[3]), stored.as_pointer())
-        lanes = _to_float(builder, builder.load(source, align=1), w.dtype, lambda t: ir.VectorType(t, GROUP))
-        product = builder.fmul(_spread_scalar(builder, args[4], vector), lanes)
-        builder.store(product, builder.bitcast(_data(context, builder, m, args[0], args[1]), vector.as_pointer()), 4)
-        return context.get_dummy_value()
-
-    return types.void(m, types.int64, w, types.int64, types.float32), generate
-
-
-@intrinsic
-def _cycles(typing: Any) -> Any:
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(64), [])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter"), [])
-
-    return types.int64(), generate
-
-
-@intrinsic
-def _atomic_add(typing: Any, array: Any, index: Any) -> Any:
-    """Add 1 to ``array[index]`` for all threads at once; its value before."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = _data(context, builder, array, args[0], args[1])
-        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "seq_cst")
-
-    return types.int64(array, types.int64), generate
-
-
-@intrinsic
-def _atomic_load(typing: Any, array: Any, index: Any) -> Any:
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(_data(context, builder, array, args[0], args[1]), "seq_cst", 8)
-
-    return types.int64(array, types.int64), generate
-
-
-def _spread_scalar(builder: Any, x: Any, vector: Any) -> Any:
-    lane = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.IntType(32)(0))
-    return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
-
-
-def _make_tile(rows: int, panels: int) -> Any:
-    """The innermost loop: sums of ``rows`` inputs times ``panels`` panels stay in registers for all of K."""
-
-    @intrinsic
-    def tile(
-        typing: Any,
-        a: Any,
-        ai: Any,
-        ak: Any,
-        ar: Any,
-        w: Any,
-        wi: Any,
-        w_panel: Any,
-        ahead: Any,
-        k: Any,
-        c: Any,
-        ci: Any,
-    ):
-        """c[ci + (r panels + j) 16 + l] += sum_i a[ai + i ak + r ar] w[wi + j w_panel + 16 i + l], i < k."""
-        i64, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), PANEL)
-
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            stored = ir.VectorType(context.get_data_type(w.dtype), PANEL)
-            fma = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{PANEL}f32"
-            )
-            first_a = _data(context, builder, a, args[0], args[1])
-            first_w = _data(context, builder, w, args[4], args[5])
-            first_c = builder.bitcast(_data(context, builder, c, args[9], args[10]), vector.as_pointer())
-            places = [builder.gep(first_c, [i64(n)]) for n in range(rows * panels)]
-            starts = [builder.load(place, align=4) for place in places]
-            before, loop, after = builder.block, builder.append_basic_block("k"), builder.append_basic_block("end")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            i = builder.phi(i64)
-            i.add_incoming(i64(0), before)
-            sums = [builder.phi(vector) for _ in starts]
-            for phi, start in zip(sums, starts, strict=True):
-                phi.add_incoming(start, before)
-            at_w = builder.gep(first_w, [builder.mul(i, i64(PANEL))])
-            weights = []
-            for j in range(panels):
-                pointer = builder.gep(at_w, [builder.mul(args[6], i64(j))])
-                loaded = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=1)
-                weights.append(_to_float(builder, loaded, w.dtype, lambda t: ir.VectorType(t, PANEL)))
-                _emit_prefetch(builder, builder.gep(pointer, [args[7]]), 0)
-            at_a = builder.gep(first_a, [builder.mul(i, args[2])])
-            new = []
-            for r in range(rows):
-                x = builder.load(builder.gep(at_a, [builder.mul(args[3], i64(r))]))
-                everywhere = _spread_scalar(builder, x, vector)
-                new += [builder.call(fma, [everywhere, weights[j], sums[r * panels + j]]) for j in range(panels)]
-            following = builder.add(i, i64(1))
-            i.add_incoming(following, loop)
-            for phi, value in zip(sums, new, strict=True):
-                phi.add_incoming(value, loop)
-            builder.cbranch(builder.icmp_signed("<", following, args[8]), loop, after)
-            builder.position_at_end(after)
-            for place, value in zip(places, new, strict=True):
-                builder.store(value, place, align=4)
-            return context.get_dummy_value()
-
-        ints = types.int64
-        return types.void(a, ints, ints, ints, w, ints, ints, ints, ints, c, ints), generate
-
-    return tile
-
-
-_tile_1x4, _tile_1x1, _tile_4x1, _tile_tx1 = (_make_tile(*shape) for shape in ((1, 4), (1, 1), (4, 1), (TILE, 1)))
-_prefetch_read, _prefetch_write = (_make_prefetch(write) for write in (0, 1))
-_yield = types.ExternalFunction("sched_yield", types.int32()) if os.name == "posix" else None
-
-
 @kernel
-def _exp(x):  # exp of float32 <= 0, to 2e-7, in operations that vectorize
+def _exp(x):
+    """exp of a float32 <= 0 in operations that vectorize: 2^t with t cut in whole + f, a polynomial for 2^f."""
     t = max(x * np.float32(1.4426950408889634), np.float32(-126))
-    whole = np.floor(t)
+    whole = np.floor(t + np.float32(0.5))
     f = t - whole
-    y = np.float32(1.5403530e-4)
-    for c in (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0):
+    y = np.float32(1.5469732e-4)
+    for c in (1.34004322e-3, 9.6180256e-3, 5.55032721e-2, 2.40226512e-1, 6.93147207e-1, 1.0):  # Chebyshev fit
         y = y * f + np.float32(c)
-    return y * _float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return y * float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
 
 
 @kernel
@@ -269,12 +88,12 @@ def _barrier(sync, threads):
     """Wait for all threads. ``sync[0]`` only ever grows, so that a slow thread cannot miss the moment."""
     if threads == 1:
         return
-    target = (_atomic_add(sync, 0) // threads + 1) * threads
+    target = (atomic_add(sync, 0) // threads + 1) * threads
     spins = 0
-    while _atomic_load(sync, 0) < target:
+    while atomic_load(sync, 0) < target:
         spins += 1
-        if _yield is not None and spins > SPINS:
-            _yield()
+        if offer_core is not None and spins > SPINS:
+            offer_core()
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -334,14 +153,25 @@ def _finish(op, p, m, c, panel, y, module):
     first = panel * PANEL
     y += module * op.y_module + first * op.y_lane
     bias = op.bias + module * op.b_module + first
-    factor = get(p, op.gate_scale + module) if op.gate_scale >= 0 else np.float32(1)
-    for lane in range(min(PANEL, op.o - first)):
-        value = get(m, c + lane) * factor
-        if op.scale >= 0:
-            value *= get(p, op.scale + first + lane)
-        if op.bias >= 0:
-            value += get(p, bias + lane)
-        put(m, y + lane * op.y_lane, max(value, np.float32(0)) if op.relu else value)
+    if op.gate_scale >= 0:
+        factor = get(p, op.gate_scale + module)
+        for lane in range(PANEL):
+            put(m, c + lane, get(m, c + lane) * factor)
+    if op.scale >= 0:
+        for lane in range(PANEL):
+            put(m, c + lane, get(m, c + lane) * get(p, op.scale + first + lane))
+    if op.bias >= 0:
+        for lane in range(PANEL):
+            put(m, c + lane, get(m, c + lane) + get(p, bias + lane))
+    if op.relu:
+        for lane in range(PANEL):
+            put(m, c + lane, max(get(m, c + lane), np.float32(0)))
+    if op.y_lane == 1 and first + PANEL <= op.o:
+        for lane in range(PANEL):
+            put(m, y + lane, get(m, c + lane))
+    else:
+        for lane in range(min(PANEL, op.o - first)):
+            put(m, y + lane * op.y_lane, get(m, c + lane))
 
 
 @kernel
@@ -350,16 +180,16 @@ def _expect(op, m, panel, y, module, several):
     y += module * op.y_module + panel * PANEL * op.y_lane
     if op.y_lane == 1:
         for j in range(several):
-            _prefetch_write(m, y + j * op.y_module)
+            prefetch_write(m, y + j * op.y_module)
     else:
         for lane in range(PANEL):
-            _prefetch_write(m, y + lane * op.y_lane)
+            prefetch_write(m, y + lane * op.y_lane)
 
 
 @kernel
 def _linear(op, w, p, m, rows, first, n, c, tid, threads):
     """y = x W^T (+ bias) for n rows: one row reads four panels side by side, several rows share each panel."""
-    panels = (op.o + PANEL - 1) // PANEL
+    panels, line = (op.o + PANEL - 1) // PANEL, PANEL * w.itemsize
     size = op.k * PANEL
     panel, end = panels * tid // threads, panels * (tid + 1) // threads
     while panel < end:
@@ -368,29 +198,35 @@ def _linear(op, w, p, m, rows, first, n, c, tid, threads):
             many = 4 if panel + 4 <= end else 1
             _clear(m, c, many * PANEL)
             if many == 4:
-                _tile_1x4(m, op.x + first * op.x_row, 1, 0, w, at, size, AHEAD1 * PANEL, op.k, m, c)
+                tile_1x4(
+                    m, op.x + first * op.x_row, 1, 0, w, at, size, address_of(w, at + AHEAD * PANEL), line, op.k, m, c
+                )
             else:
-                _tile_1x1(m, op.x + first * op.x_row, 1, 0, w, at, size, AHEAD1 * PANEL, op.k, m, c)
+                tile_1x1(
+                    m, op.x + first * op.x_row, 1, 0, w, at, size, address_of(w, at + AHEAD * PANEL), line, op.k, m, c
+                )
             for j in range(many):
                 _finish(op, p, m, c + j * PANEL, panel + j, _target(op, rows, first), 0)
             panel += many
             continue
         for r in range(first, first + n, TILE):
             several = min(TILE, first + n - r)
-            _rows_of_tile(m, op.x + r * op.x_row, 1, op.x_row, w, at, op.k, c, several)
+            _rows_of_tile(
+                m, op.x + r * op.x_row, 1, op.x_row, w, at, address_of(w, at + AHEAD * PANEL), line, op.k, c, several
+            )
             for j in range(several):
                 _finish(op, p, m, c + j * PANEL, panel, _target(op, rows, r + j), 0)
         panel += 1
 
 
 @kernel
-def _rows_of_tile(m, a, ak, ar, w, at, k, c, n):
+def _rows_of_tile(m, a, ak, ar, w, at, pf, ps, k, c, n):
     """The sums of up to ``TILE`` rows with one panel; rows beyond n are computed from what lies there, and unused."""
     _clear(m, c, C_SIZE)
     if n <= 4:
-        _tile_4x1(m, a, ak, ar, w, at, 0, AHEADR * PANEL, k, m, c)
+        tile_4x1(m, a, ak, ar, w, at, 0, pf, ps, k, m, c)
     else:
-        _tile_tx1(m, a, ak, ar, w, at, 0, AHEADR * PANEL, k, m, c)
+        tile_tx1(m, a, ak, ar, w, at, 0, pf, ps, k, m, c)
 
 
 @kernel
@@ -399,7 +235,24 @@ def _gate(op, w, m, x, a, first, count, stride):
     for g in range((op.s + GROUP - 1) // GROUP):
         for i in range(count):
             source = op.gate + (g * op.k + first + i) * GROUP
-            _scaled(m, a + (g * stride + i) * GROUP, w, source, get(m, x + first + i))
+            scaled(m, a + (g * stride + i) * GROUP, w, source, get(m, x + first + i))
+
+
+@kernel
+def _ahead_of_mult(op, w, panel, start, count, hi, tile, tiles, tid):
+    """What a tile asks for ahead, and in what steps: (address, bytes an input).
+
+    The tiles of a panel share out the next panel; those of the last one, the gates of the inputs that come next; those
+    of the last inputs, the next operation's weights.
+    """
+    if panel * PANEL + PANEL < op.o:
+        address, line = address_of(w, op.w + ((panel + 1) * op.k + start) * PANEL), PANEL * w.itemsize
+    elif start + count < hi:
+        group = tile * TILE // GROUP
+        return address_of(w, op.gate + (group * op.k + start + count) * GROUP), GROUP * w.itemsize
+    else:
+        address, line = address_of(w, op.next + tid * op.next_step), PANEL * w.itemsize
+    return address + tile * (count // tiles) * line, max(line // tiles, 1)
 
 
 @kernel
@@ -420,9 +273,13 @@ def _mult(op, w, p, m, rows, first, n, sync, tid, threads):
             count = min(K_BLOCK, hi - start)
             _gate(op, w, m, op.x + r * op.x_row, a, start, count, K_BLOCK)
             for t in range(panels * tiles_s):
-                panel, s = t // tiles_s, t % tiles_s * TILE
-                source, at = a + s // GROUP * K_BLOCK * GROUP + s % GROUP, op.w + (panel * op.k + start) * PANEL
-                _tile_tx1(m, source, GROUP, 1, w, at, 0, op.k * PANEL, count, m, mine + t * C_SIZE)
+                panel, tile = t // tiles_s, t % tiles_s
+                source, at = (
+                    a + tile * TILE // GROUP * K_BLOCK * GROUP + tile * TILE % GROUP,
+                    op.w + (panel * op.k + start) * PANEL,
+                )
+                pf, ps = _ahead_of_mult(op, w, panel, start, count, hi, tile, tiles_s, tid)
+                tile_tx1(m, source, GROUP, 1, w, at, 0, pf, ps, count, m, mine + t * C_SIZE)
         _barrier(sync, threads)
         y = _target(op, rows, r)
         for t in range(panels * tiles_s * tid // threads, panels * tiles_s * (tid + 1) // threads):
@@ -444,7 +301,9 @@ def _mult_wide(op, w, p, m, rows, first, n, c, tid, threads):
         for panel in range(panels * tid // threads, panels * (tid + 1) // threads):
             for s in range(0, op.s, TILE):
                 several = min(TILE, op.s - s)
-                _rows_of_tile(m, a + s, GROUP, 1, w, op.w + panel * op.k * PANEL, op.k, c, several)
+                at = op.w + panel * op.k * PANEL
+                pf = address_of(w, at + AHEAD * PANEL)
+                _rows_of_tile(m, a + s, GROUP, 1, w, at, pf, PANEL * w.itemsize, op.k, c, several)
                 for j in range(several):
                     _finish(op, p, m, c + j * PANEL, panel, y, s + j)
 
@@ -466,9 +325,13 @@ def _conv(op, w, p, m, rows, first, n, c, tid, threads):
     start, and no window is copied.
     """
     tiles, panels = (op.s + TILE - 1) // TILE, (op.o + PANEL - 1) // PANEL
-    for t in range(n * panels * tiles * tid // threads, n * panels * tiles * (tid + 1) // threads):
+    size, ps = op.length * op.width * op.k * PANEL, max(PANEL // tiles, 1) * w.itemsize
+    lo, hi = n * panels * tiles * tid // threads, n * panels * tiles * (tid + 1) // threads
+    last = (hi - 1) // (tiles * n)
+    for t in range(lo, hi):
         panel, s, r = t // (tiles * n), t % tiles * TILE, first + t // tiles % n
         several = min(TILE, op.s - s)
+        following = address_of(w, op.w + (panel + 1) * size if panel < last else op.next + tid * op.next_step)
         _expect(op, m, panel, _target(op, rows, r), s, several)
         _clear(m, c, C_SIZE)
         for f in range(op.length):
@@ -477,11 +340,13 @@ def _conv(op, w, p, m, rows, first, n, c, tid, threads):
                 continue
             line = op.x + (rows[r, SLOT] * op.cap + position) * op.x_row + op.pad - op.width // 2 + s
             for j in range(op.width):
-                at = op.w + ((panel * op.length + f) * op.width + j) * op.k * PANEL
+                tap = (f * op.width + j) * op.k * PANEL
+                at = op.w + panel * size + tap
+                pf = following + (s // TILE * size + tap) // tiles * w.itemsize
                 if several <= 4:
-                    _tile_4x1(m, line + j, op.lanes, 1, w, at, 0, AHEADC * PANEL, op.k, m, c)
+                    tile_4x1(m, line + j, op.lanes, 1, w, at, 0, pf, ps, op.k, m, c)
                 else:
-                    _tile_tx1(m, line + j, op.lanes, 1, w, at, 0, AHEADC * PANEL, op.k, m, c)
+                    tile_tx1(m, line + j, op.lanes, 1, w, at, 0, pf, ps, op.k, m, c)
         for j in range(several):
             _finish(op, p, m, c + j * PANEL, panel, _target(op, rows, r), s + j)
 
@@ -492,13 +357,14 @@ def _attend(op, m, rows, r, tid, threads):
     heads, width = op.heads, op.k // op.heads
     lo, hi, count = heads * tid // threads, heads * (tid + 1) // threads, rows[r, op.visible]
     start = rows[r, SLOT] * op.cap * op.k
+    ahead = 1 + 2048 // ((hi - lo) * width + 1)  # positions: 8 KiB of keys
     q, y, root = op.x + r * op.k, op.y + r * op.k, np.float32(1 / np.sqrt(width))
     for t in range(count):
-        for i in range(lo * width, hi * width, 16):
-            _prefetch_read(m, op.keys + start + (t + 2) * op.k + i)
-            _prefetch_read(m, op.values + start + t * op.k + i)
         for h in range(lo, hi):
             key, total = op.keys + start + t * op.k + h * width, np.float32(0)
+            for i in range(0, width, 16):
+                prefetch_read(m, key + ahead * op.k + i)
+                prefetch_read(m, op.values + start + t * op.k + h * width + i)
             for i in range(width):
                 total += get(m, q + h * width + i) * get(m, key + i)
             put(m, op.scores + h * op.cap + t, total * root)
@@ -593,7 +459,7 @@ def _units(op, w, p, m, units, r, tid, threads):
 @kernel
 def run(tid, threads, program, start, end, w, p, m, rows, n, last, units, sync, clock):
     """Operations start .. end for rows 0 .. n-1 (``last`` operations: for the last ``last`` of them), as thread tid."""
-    then = _cycles()
+    then = cycles()
     for step in range(start, end):
         op = program[step]
         first, count = (n - last, last) if op.last else (0, n)
@@ -622,7 +488,7 @@ def run(tid, threads, program, start, end, w, p, m, rows, n, last, units, sync, 
         if op.join:
             _barrier(sync, threads)
         if tid == 0:
-            now = _cycles()
+            now = cycles()
             clock[step] += now - then
             then = now
 
@@ -642,7 +508,7 @@ def fill(w, first, count, bound, seed):
 def announce(job, start, end, n, last):
     """Publish a job to the threads in :func:`serve`; start < 0 sends them home."""
     job[1], job[2], job[3], job[4] = start, end, n, last
-    _atomic_add(job, 0)
+    atomic_add(job, 0)
 
 
 @kernel
@@ -650,7 +516,7 @@ def serve(tid, threads, program, job, w, p, m, rows, units, sync, clock, seen):
     """What a helper thread does: run each job that ``job`` announces, until none has come for a while."""
     idle = 0
     while idle < IDLE_SPINS:
-        number = _atomic_load(job, 0)
+        number = atomic_load(job, 0)
         if number == seen:
             idle += 1
             continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..config import ModelConfig
 
-PANEL, GROUP, SINGLE = 16, 8, 1
+PANEL, GROUP, SINGLE = 16, 8, 1  # rows side by side: outputs, modules, hidden units
 ALIGN = 64  # entries between starts: a cache line of every dtype
 AS_IS, TRANSPOSED, TAPS = "as_is", "transposed", "taps"  # how the model's tensor becomes (rows, columns)
 

@@ -71,6 +71,7 @@ class Program:
         self.encode = self._section(self._encode) if cross and layout.encoder else None
         self.remember = self._section(self._remember) if cross else None
         self.body, self.head = self._section(self._body), self._section(self._head)
+        self._look_ahead()
         self.operations = np.zeros(len(self._ops), ops.OP)
         for place, op in enumerate(self._ops):
             for name, value in op.items():
@@ -152,6 +153,18 @@ class Program:
     def _op(self, code: int, part: int, **fields: int) -> None:
         defaults = dict(scale=-1, bias=-1, gate_scale=-1, scale2=-1, join=1, last=self._last)
         self._ops.append(defaults | dict(code=code, part=part, c=self._tile) | fields)
+
+    def _look_ahead(self) -> None:
+        """Every operation is told where the next one's weights begin, so that it can ask for them in time."""
+        following: dict[str, int] = dict(next=0, next_step=0)
+        for op in reversed(self._ops):
+            op |= following
+            if op["code"] in (ops.LINEAR, ops.CONV):
+                panel = op["k"] * ops.PANEL * op.get("length", 1) * op.get("width", 1)
+                panels = -(-op["o"] // ops.PANEL)
+                following = dict(next=op["w"], next_step=panels // self.threads * panel)
+            elif op["code"] == ops.MULT:
+                following = dict(next=op["w"], next_step=op["k"] // self.threads * ops.PANEL)
 
     _last = 0
 

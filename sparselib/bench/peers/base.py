@@ -15,6 +15,7 @@ from ...config import ModelConfig, model_parts
 
 SOURCE_LENGTH = 16  # tokens given to the encoder, as in the paper's protocol
 SCALE = 0.02  # standard deviation of the random weights
+DRAW = 1_048_573  # weights drawn: a prime, so that no layer's size is a multiple and layers differ
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,20 @@ def shape_of(config: ModelConfig, kind: str) -> str:
 
 
 def with_random_weights(make: Callable[[], Any]) -> Any:
-    """The module ``make()`` returns, in evaluation mode, its weights copies of one random draw.
+    """The module ``make()`` returns, in evaluation mode, its weights taken from one random draw.
 
-    Initialising 450M weights would take longer than timing them. Every weight has memory of its own.
+    Initialising 450M weights would take longer than timing them. Every weight starts elsewhere in the draw, because
+    CTranslate2 stores equal ones once, and layers that share memory would be decoded from the CPU's cache.
     """
     with torch.device("meta"):
         module: nn.Module = make()
     module.to_empty(device="cpu").eval()
-    draw = SCALE * torch.randn(2**20)
+    draw, start = SCALE * torch.randn(DRAW), 0
     with torch.no_grad():
         for weight in module.parameters():
-            weight.copy_(draw.repeat(1 + weight.numel() // len(draw))[: weight.numel()].view_as(weight))
+            size = weight.numel()
+            weight.copy_(draw.repeat(2 + size // DRAW)[start : start + size].view_as(weight))
+            start = (start + size) % DRAW
     return module
 
 

@@ -52,7 +52,7 @@ def _decoder(job: Job, step: Callable[[int], Tensor]) -> Decoder:
 class StaticDecoder:
     """``Transformer.step`` of a dense encoder-decoder at batch 1, over caches (1, H, T, dh) written in place.
 
-    ``advance`` is :func:`advance_block` or what a compiler made of it.
+    ``advance`` is :func:`advance_block` or what a compiler made of it. Works in inference mode only.
     """
 
     def __init__(self, model: Transformer, positions: int, source: Tensor, advance: Callable[..., Tensor]):

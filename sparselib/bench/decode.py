@@ -1,0 +1,488 @@
+"""How fast the engine decodes: dense and sparse variants side by side, against the limit of the machine.
+
+The speed of memory drifts by tens of percent within minutes. So engines that are compared are all in memory at once,
+and take turns: in every round each of them decodes a few tokens, with a look at the bandwidth before and after. A model
+that does not fit is measured as an engine with one block, and its time is derived: blocks x (one block) + the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import psutil
+
+from .. import __version__
+from ..checks import require, require_choice, require_size
+from ..config import VARIANTS, ModelConfig, model_parts, preset
+from ..decode import DTYPES, Engine, Packed, pack_random
+from ..decode.engine import CHUNK
+from ..decode.layout import Layout
+from ..decode.program import Program
+from .machine import last_level_cache, load, machine
+from .roofline import Limit, Reader, Roofline, Scope, limit, peak_gflops, usable_threads
+
+CONTEXT = 32  # positions in the cache before the first token
+WARMUP = 2  # tokens not counted at the beginning of every turn
+SOURCE_LENGTH = 16  # as the reference code times it
+SPARE = 2_000_000_000  # bytes that a benchmark leaves to the machine
+SCOPES: tuple[Scope, ...] = ("block", "model")
+FEWER = ("dense", "ff_qkv", "ff_qkv_loss")  # variants timed by default in bf16 and int8
+BUILT_A_SECOND = 1e9  # weights, for the estimate of the time left only
+
+
+def _silent(*_: Any) -> None:
+    """No progress shown."""
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Times of one engine in milliseconds, (rounds, tokens): of a token, of a mean block, of each part of the model."""
+
+    token: np.ndarray
+    block: np.ndarray
+    parts: Mapping[str, np.ndarray]
+
+    def of(self, scope: Scope) -> np.ndarray:
+        return self.block if scope == "block" else self.token
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What :func:`time_in_rounds` measured: samples by engine, bandwidth (rounds,), mean positions attended to."""
+
+    samples: Mapping[str, Samples]
+    read_gb_s: np.ndarray
+    context: int
+
+    def ratio(self, slow: str, fast: str, scope: Scope = "model") -> float:
+        """Speed-up: the median over rounds of the ratio of the two engines' medians in a round."""
+        medians = [np.median(self.samples[name].of(scope), axis=1) for name in (slow, fast)]
+        return float(np.median(medians[0] / medians[1]))
+
+    def whole(self, n_layers: int) -> Rounds:
+        """The same with the tokens of engines of one block made those of ``n_layers``: the rest, and so many blocks."""
+        samples = {
+            name: replace(s, token=s.token + (n_layers - 1) * s.block, parts={}) for name, s in self.samples.items()
+        }
+        return replace(self, samples=samples)
+
+
+def time_in_rounds(
+    engines: Mapping[str, Engine],
+    tokens: int,
+    rounds: int,
+    *,
+    context: int = CONTEXT,
+    warmup: int = WARMUP,
+    seed: int = 0,
+    reader: Reader | None = None,
+    progress: Callable[[str], Any] = _silent,
+) -> Rounds:
+    """Time ``tokens`` tokens of every engine in each of ``rounds`` rounds, the engines in turn.
+
+    All tokens are random and new, so that new rows are read for each. A turn begins at ``context`` positions, with
+    ``warmup`` tokens that are not counted. An encoder-decoder gets a random source of ``source_len`` tokens, or random
+    vectors where its encoder was left out. ``reader`` looks at the bandwidth (default: one of the first engine's
+    threads), ``progress`` is told the engine's name after every token, outside the times.
+    Errors: ValueError for no engines, bad counts, or more positions than an engine's ``max_len``.
+    """
+    require(len(engines) > 0, "engines", dict(engines), "at least one")
+    for name, value, least in (("tokens", tokens, 1), ("rounds", rounds, 1), ("context", context, 0)):
+        require_size(name, value, least)
+    require_size("warmup", warmup, 0)
+    for name, engine in engines.items():
+        positions = context + warmup + tokens
+        require(
+            positions <= engine.max_len, "context + warmup + tokens", positions, f"at most {name}'s {engine.max_len}"
+        )
+    reader = reader or Reader(next(iter(engines.values())).threads)
+    generator = np.random.default_rng(seed)
+    for engine in engines.values():
+        _begin(engine, context, generator)
+    taken: dict[str, list[np.ndarray]] = {name: [] for name in engines}
+    read = [reader.now()]
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            engine.rewind(context)
+            taken[name].append(_turn(engine, name, tokens, warmup, generator, progress))
+        read.append(reader.now())
+    samples = {name: _samples(np.array(turns), engines[name]) for name, turns in taken.items()}
+    between = (np.array(read[1:]) + np.array(read[:-1])) / 2
+    return Rounds(samples, between, context + warmup + (tokens + 1) // 2)
+
+
+def _begin(engine: Engine, context: int, generator: np.random.Generator) -> None:
+    """Read a source, if there is one, and ``context`` tokens."""
+    config, batch = engine.config, engine.batch
+    if not config.is_encoder_decoder:
+        engine.start()
+    elif engine.packed.layout.encoder:
+        engine.start(generator.integers(config.vocab_size, size=(batch, engine.source_len)))
+    else:
+        shape = (batch, engine.source_len, config.d_model)
+        engine.start(memory=generator.standard_normal(shape, np.float32))
+    if context:
+        engine.prefill(generator.integers(config.vocab_size, size=(batch, context)))
+
+
+def _turn(
+    engine: Engine,
+    name: str,
+    tokens: int,
+    warmup: int,
+    generator: np.random.Generator,
+    progress: Callable[[str], Any],
+) -> np.ndarray:
+    """(tokens, 2 + parts): ms of the token, of a block and of each part."""
+    times = []
+    for token in generator.integers(engine.config.vocab_size, size=(warmup + tokens, engine.batch)):
+        engine.clear_clock()
+        start = time.perf_counter()
+        engine.step(token)
+        ms = 1e3 * (time.perf_counter() - start)
+        times.append([ms, ms * engine.share_of_a_block(), *(ms * share for share in engine.shares().values())])
+        progress(name)
+    return np.array(times[warmup:])
+
+
+def _samples(times: np.ndarray, engine: Engine) -> Samples:
+    parts = {name: times[:, :, 2 + i] for i, name in enumerate(engine.shares())}
+    return Samples(times[:, :, 0], times[:, :, 1], parts)
+
+
+def figures(times: np.ndarray, least: Limit) -> dict[str, float | int]:
+    """Median, quartiles, bytes and share of the limit of one row; ``times`` in ms, of any shape."""
+    q1, median, q3 = (float(q) for q in np.quantile(times, (0.25, 0.5, 0.75)))
+    return {
+        "ms_median": median,
+        "ms_q1": q1,
+        "ms_q3": q3,
+        "ms_min": float(times.min()),
+        "n": int(times.size),
+        "bytes": least.bytes,
+        "flops": least.flops,
+        "gb_s": least.bytes / median / 1e6,
+        "limit_ms": least.ms,
+        "limit_fraction": least.ms / median,
+    }
+
+
+# --- what fits in memory ----------------------------------------------------------------------------------------------
+
+
+def engine_bytes(config: ModelConfig, dtype: str, max_len: int, threads: int) -> int:
+    """Memory of an engine without encoder: weights, cache and buffers."""
+    layout, cross = Layout(config, dtype, encoder=False), config.is_encoder_decoder
+    program = Program(layout, 1, max_len, SOURCE_LENGTH * cross, CHUNK, threads)
+    return layout.w_size * DTYPES[dtype].itemsize + 4 * (layout.p_size + program.size)
+
+
+def check_length(tokens: int, context: int, config: ModelConfig | None) -> None:
+    """Errors: ValueError unless there is room for ``tokens`` after ``context`` and the warm-up."""
+    require_size("tokens", tokens)
+    require_size("context", context, 0)
+    positions, longest = context + WARMUP + tokens, config.max_len if config else None
+    require(
+        longest is None or positions <= longest, "context + warmup + tokens", positions, f"at most max_len = {longest}"
+    )
+
+
+def free_room() -> int:
+    """Bytes that a benchmark may take now."""
+    return psutil.virtual_memory().available - SPARE
+
+
+def side_by_side(sizes: Mapping[str, int], room: int) -> list[tuple[str, ...]]:
+    """Groups that fit in ``room`` bytes, each with the first name in it so that all are compared with the same.
+
+    A name that fits beside nothing is alone in its group; what does not fit at all is in none.
+    """
+
+    def fit(*names: str) -> bool:
+        return sum(sizes[name] for name in names) <= room
+
+    fitting = [name for name in sizes if fit(name)]
+    groups: list[tuple[str, ...]] = []
+    for name in fitting:
+        first = fitting[0]
+        if groups and first in groups[-1] and fit(*groups[-1], name):
+            groups[-1] += (name,)
+        else:
+            groups.append((first, name) if name != first and fit(first, name) else (name,))
+    return groups
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Variants timed side by side in one dtype; ``configs`` are as built: whole, or with one block."""
+
+    dtype: str
+    configs: Mapping[str, ModelConfig]
+    is_whole: bool
+
+
+@dataclass
+class _Bench:
+    """One run of :func:`bench_decode`: what was asked for, the machine, and what has been measured so far."""
+
+    preset: str
+    threads: int
+    tokens: int
+    rounds: int
+    seed: int
+    progress: Callable[[str, float], Any]
+    reader: Reader
+    peak: float
+    room: int
+    measured: dict[str, list[tuple[_Group, Rounds]]] = field(default_factory=dict)  # by dtype
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    work_done: float = 0.0
+    work: float = 0.0
+
+    @property
+    def max_len(self) -> int:
+        return CONTEXT + WARMUP + self.tokens
+
+    def plan(self, dtype: str, variants: Sequence[str]) -> list[_Group]:
+        """Whole models if the largest fits, else engines of one block."""
+        for is_whole in (True, False):
+            changes = {} if is_whole else {"n_layers": 1}
+            configs = {v: preset(self.preset, v, **changes) for v in variants}
+            sizes = {v: engine_bytes(config, dtype, self.max_len, self.threads) for v, config in configs.items()}
+            if max(sizes.values()) <= self.room:
+                break
+            for variant, size in sizes.items():
+                if size > self.room:
+                    self._leave_out(dtype, variant, is_whole, f"{size / 1e9:.1f} GB, {self.room / 1e9:.1f} GB are free")
+        groups = side_by_side(sizes, self.room)
+        return [_Group(dtype, {v: configs[v] for v in names}, is_whole) for names in groups]
+
+    def _leave_out(self, dtype: str, variant: str, is_whole: bool, reason: str) -> None:
+        what = "the whole model" if is_whole else "one block"
+        self.left_out.append({"variant": variant, "dtype": dtype, "reason": f"{what} needs {reason}"})
+
+    def run(self, groups: Sequence[_Group]) -> None:
+        self.work = sum(sum(work.values()) for _, work in self._steps(groups))
+        engines: dict[str, Engine] = {}
+        dtype = ""
+        for group, work in self._steps(groups):
+            stale = [v for v in engines if group.dtype != dtype or v not in group.configs]
+            for variant in stale:
+                engines.pop(variant).close()
+            gc.collect()
+            dtype = group.dtype
+            try:
+                for variant, config in group.configs.items():
+                    if variant not in engines:
+                        engines[variant] = self._build(group, variant, config, work[f"build {variant}"])
+                self._time(group, engines, work)
+            except MemoryError as error:  # somebody else took the memory since it was counted
+                self.left_out += [{"variant": v, "dtype": dtype, "reason": str(error)} for v in group.configs]
+
+    def _steps(self, groups: Sequence[_Group]) -> Iterator[tuple[_Group, dict[str, float]]]:
+        """Every group with the seconds that building its new engines and their tokens may take."""
+        before: tuple[str, Mapping[str, ModelConfig]] = ("", {})
+        for group in groups:
+            work = {}
+            for v, config in group.configs.items():
+                if before[0] != group.dtype or v not in before[1]:
+                    work[f"build {v}"] = Layout(config, group.dtype, encoder=False).w_size / BUILT_A_SECOND
+                ms = self._limit(config, group.dtype, self.reader.highest, CONTEXT, "model").ms
+                work[v] = ms / 1e3 * self.rounds * (WARMUP + self.tokens)
+            before = group.dtype, group.configs
+            yield group, work
+
+    def _build(self, group: _Group, variant: str, config: ModelConfig, work: float) -> Engine:
+        self._advance(f"{group.dtype}: making {variant}", 0.0)
+        needed = engine_bytes(config, group.dtype, self.max_len, self.threads)
+        for _ in range(50):  # the threads of a closed engine let go of its weights a moment later
+            if free_room() >= needed:
+                break
+            time.sleep(0.1)
+        total = Layout(config, group.dtype, encoder=False).w_size
+        label = f"{group.dtype}: making {variant}"
+        packed = pack_random(
+            config,
+            group.dtype,
+            self.seed,
+            encoder=False,
+            progress=lambda entries: self._advance(label, work * entries / total),
+        )
+        return Engine(packed, 1, self.max_len, SOURCE_LENGTH if config.is_encoder_decoder else None, self.threads)
+
+    def _time(self, group: _Group, engines: Mapping[str, Engine], work: Mapping[str, float]) -> None:
+        label = f"{group.dtype}: decoding {', '.join(group.configs)}"
+        each = self.rounds * (WARMUP + self.tokens)
+        rounds = time_in_rounds(
+            {v: engines[v] for v in group.configs},
+            self.tokens,
+            self.rounds,
+            seed=self.seed,
+            reader=self.reader,
+            progress=lambda variant: self._advance(label, work[variant] / each),
+        )
+        if not group.is_whole:
+            rounds = rounds.whole(preset(self.preset).n_layers)
+        self.measured.setdefault(group.dtype, []).append((group, rounds))
+
+    def _advance(self, label: str, work: float) -> None:
+        self.work_done += work
+        self.progress(label, min(1.0, self.work_done / self.work))
+
+    def _limit(self, config: ModelConfig, dtype: str, read_gb_s: float, context: int, scope: Scope) -> Limit:
+        roofline = Roofline(self.threads, read_gb_s, self.peak)
+        return limit(config, dtype, roofline, context=context, source_length=SOURCE_LENGTH, scope=scope)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            self._row(dtype, variant, scope)
+            for dtype, groups in self.measured.items()
+            for variant in VARIANTS
+            for scope in SCOPES
+            if any(variant in group.configs for group, _ in groups)
+        ]
+
+    def _row(self, dtype: str, variant: str, scope: Scope) -> dict[str, Any]:
+        own = [(g, r) for g, r in self.measured[dtype] if variant in g.configs]
+        times = np.concatenate([r.samples[variant].of(scope) for _, r in own])
+        read = float(np.median(np.concatenate([r.read_gb_s for _, r in own])))
+        config, context = preset(self.preset, variant), own[0][1].context
+        least = self._limit(config, dtype, read, context, scope)
+        token = self._limit(config, dtype, read, context, "model")
+        speedup, together = self._speedup(dtype, variant, scope, times)
+        return {
+            "variant": variant,
+            "dtype": dtype,
+            "scope": scope,
+            **figures(times, least),
+            "read_gb_s": read,
+            "speedup": speedup,
+            "side_by_side": together,
+            "derived": scope == "model" and not own[0][0].is_whole,
+            "in_cache": token.bytes <= last_level_cache(),
+        }
+
+    def _speedup(self, dtype: str, variant: str, scope: Scope, times: np.ndarray) -> tuple[float | None, bool]:
+        """Over dense of the same dtype, and whether both were timed in the same rounds."""
+        dense = [r for g, r in self.measured[dtype] if "dense" in g.configs]
+        together = [r for r in dense if variant in r.samples]
+        if together:
+            return together[0].ratio("dense", variant, scope), True
+        if not dense:
+            return None, False
+        slow = np.concatenate([r.samples["dense"].of(scope) for r in dense])
+        return float(np.median(slow) / np.median(times)), False
+
+
+# --- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+def bench_decode(
+    preset_name: str,
+    model: str = "transformer",
+    *,
+    dtypes: Sequence[str] | None = None,
+    variants: Sequence[str] | None = None,
+    threads: int | None = None,
+    tokens: int = 8,
+    rounds: int = 10,
+    seed: int = 0,
+    progress: Callable[[str, float], Any] = _silent,
+) -> dict[str, Any]:
+    """Time the variants of a preset's decoder, block and whole model, at batch 1 with random weights.
+
+    Default: all variants in fp32; dense, ff_qkv and ff_qkv_loss in bf16 and int8. ``tokens`` are timed in each of
+    ``rounds`` rounds. ``progress`` is told what is done at the moment, and the share of all work that is done (0 .. 1).
+
+    Returns what the command writes as JSON: machine, preset, model, ``rows`` and ``left_out`` (what did not fit, and
+    why). A row's ``limit_ms`` is computed with its own ``read_gb_s``, the median of the bandwidths seen beside it;
+    the machine's is the best of all. ``speedup`` is over dense of the same dtype and scope; ``side_by_side`` says
+    whether in the same rounds. ``derived`` marks what was computed from one block; ``in_cache``, that a token's bytes
+    fit in the last-level cache, so that the limit, which is memory's, may be beaten.
+
+    Errors: ValueError for anything unknown or impossible, before anything is built.
+    """
+    require_choice("model", model, ("transformer", "terraformer"))
+    require(model == "transformer", "model", model, "'transformer' for now: decoding the Terraformer is not there yet")
+    dtypes = tuple(DTYPES) if dtypes is None else tuple(dict.fromkeys(dtypes))
+    for name, values, known in (("dtype", dtypes, tuple(DTYPES)), ("variant", variants or (), VARIANTS)):
+        for value in values:
+            require_choice(name, value, known)
+    require_size("rounds", rounds)
+    check_length(tokens, CONTEXT, preset(preset_name))
+    started, load_before = datetime.now(UTC), load()
+    threads = usable_threads() if threads is None else threads
+    reader = Reader(threads)
+    bench = _Bench(preset_name, threads, tokens, rounds, seed, progress, reader, peak_gflops(threads), free_room())
+    groups: list[_Group] = []
+    for dtype in dtypes:
+        chosen = variants or (VARIANTS if dtype == "fp32" else FEWER)
+        groups += bench.plan(dtype, [v for v in VARIANTS if v in chosen])
+    bench.run(groups)
+    here = machine() | {"threads": threads, "read_gb_s": reader.highest, "peak_gflops": bench.peak}
+    return {
+        "machine": here,
+        "preset": preset_name,
+        "model": model,
+        "batch": 1,
+        "context": CONTEXT + WARMUP + (tokens + 1) // 2,
+        "source_length": SOURCE_LENGTH if preset(preset_name).is_encoder_decoder else 0,
+        "seed": seed,
+        "date": started.isoformat(timespec="seconds"),
+        "sparselib": __version__,
+        "load": load_before,
+        "rows": bench.rows(),
+        "left_out": bench.left_out,
+    }
+
+
+def as_csv(result: Mapping[str, Any]) -> str:
+    """A result of :func:`bench_decode` as one line a row, with what it was measured on; left out: without times."""
+    from pandas import DataFrame
+
+    about = {name: result[name] for name in ("preset", "model", "date", "sparselib", "load")}
+    about |= {name: result["machine"][name] for name in ("cpu", "threads", "peak_gflops")}
+    frame = DataFrame([about | row for row in (*result["rows"], *result["left_out"])])
+    return frame.to_csv(index=False, lineterminator="\n")
+
+
+def count_weights(packed: Packed) -> int:
+    """The model's weights that were packed: without the encoder's where it was left out."""
+    parts = model_parts(packed.config)
+    return sum(part.weights for name, part in parts.items() if name != "encoder" or packed.layout.encoder)
+
+
+def decode_once(
+    packed: Packed,
+    tokens: int,
+    reader: Reader,
+    *,
+    context: int = CONTEXT,
+    seed: int = 0,
+    progress: Callable[[str], Any] = _silent,
+) -> dict[str, float | int]:
+    """Decode ``tokens`` random tokens after ``context`` of them, with the reader's threads.
+
+    Returns a row's numbers (see :func:`figures`), ``threads``, ``read_gb_s`` and ``tokens_per_s``. Errors: ValueError
+    for counts that do not fit in the model's ``max_len``; MemoryError, with the numbers, for caches that do not fit.
+    """
+    config, threads = packed.config, reader.threads
+    check_length(tokens, context, config)
+    source = SOURCE_LENGTH if config.is_encoder_decoder else None
+    engine = Engine(packed, 1, context + WARMUP + tokens, source, threads)
+    rounds = time_in_rounds({"it": engine}, tokens, 1, context=context, seed=seed, reader=reader, progress=progress)
+    engine.close()
+    roofline = Roofline(threads, float(rounds.read_gb_s[0]), peak_gflops(threads))
+    times = rounds.samples["it"].token
+    least = limit(config, packed.dtype, roofline, context=rounds.context, source_length=SOURCE_LENGTH)
+    measured = {"threads": threads, "read_gb_s": roofline.read_gb_s, "tokens_per_s": 1e3 / float(times.mean())}
+    return figures(times, least) | measured

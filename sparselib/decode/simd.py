@@ -1,0 +1,231 @@
+"""What numba has no words for: vectors that stay in registers, prefetches, atomic counters, loads of bf16 and int8.
+
+Each function here becomes a few machine instructions inside the kernels that call it (kernels.py), on every processor
+that LLVM knows: a vector of 16 floats is one AVX-512 register, two of AVX2, four of NEON.
+Letters: K inner size; a panel is 16 outputs of a matrix, stored (K, 16); w weights, of any packed dtype.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .layout import GROUP, PANEL
+
+TILE = 8 if llvm.get_host_cpu_features().get("avx512f") else 4  # rows whose sums fit in the registers
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Pointer to ``array[index]``."""
+    return builder.gep(cgutils.create_struct_proxy(array_type)(context, builder, array).data, [index])
+
+
+def _to_float(builder: Any, x: Any, kind: Any, shape: Callable) -> Any:
+    """A weight (or a vector of them, as ``shape`` makes types) as float32: bf16 are the upper half of its bits."""
+    if kind == types.float32:
+        return x
+    if kind == types.int8:
+        return builder.sitofp(builder.sext(x, shape(ir.IntType(32))), shape(ir.FloatType()))
+    wide = shape(ir.IntType(32))
+    sixteen = wide(16) if wide == ir.IntType(32) else wide([16] * wide.count)
+    return builder.bitcast(builder.shl(builder.zext(x, wide), sixteen), shape(ir.FloatType()))
+
+
+@intrinsic
+def get(typing: Any, array: Any, index: Any) -> Any:
+    """``array[index]`` as float32, whatever its dtype.
+
+    Unlike brackets it takes no negative index to count from the end: that test keeps loops from becoming vector code.
+    """
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _to_float(builder, builder.load(_data(context, builder, array, *args)), array.dtype, lambda t: t)
+
+    return types.float32(array, types.int64), generate
+
+
+@intrinsic
+def put(typing: Any, w: Any, index: Any, value: Any) -> Any:
+    """``w[index] = value``, cut to bf16 or, from a value already in -127 .. 127, to int8."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        stored, x = context.get_data_type(w.dtype), args[2]
+        if w.dtype == types.int8:
+            x = builder.fptosi(x, stored)
+        elif w.dtype == types.uint16:
+            bits = builder.bitcast(x, ir.IntType(32))
+            x = builder.trunc(builder.lshr(bits, ir.IntType(32)(16)), stored)
+        builder.store(x, _data(context, builder, w, args[0], args[1]))
+        return context.get_dummy_value()
+
+    return types.void(w, types.int64, types.float32), generate
+
+
+@intrinsic
+def float_of_bits(typing: Any, bits: Any) -> Any:
+    return types.float32(types.int32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
+
+
+def _emit_prefetch(builder: Any, pointer: Any, write: int) -> None:
+    pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    i32 = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *(i32(v) for v in (write, 3, 1))])  # 3: keep in all caches, 1: data
+
+
+def _make_prefetch(write: int) -> Any:
+    @intrinsic
+    def prefetch(typing: Any, array: Any, index: Any) -> Any:
+        """Ask for the cache line of ``array[index]``, to read from it or to write to it."""
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _emit_prefetch(builder, _data(context, builder, array, *args), write)
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64), generate
+
+    return prefetch
+
+
+@intrinsic
+def scaled(typing: Any, m: Any, to: Any, w: Any, at: Any, x: Any) -> Any:
+    """m[to + l] = x w[at + l] for the lanes l of a group."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        stored, vector = (ir.VectorType(t, GROUP) for t in (context.get_data_type(w.dtype), ir.FloatType()))
+        source = builder.bitcast(_data(context, builder, w, args[2], args[3]), stored.as_pointer())
+        lanes = _to_float(builder, builder.load(source, align=1), w.dtype, lambda t: ir.VectorType(t, GROUP))
+        product = builder.fmul(_spread_scalar(builder, args[4], vector), lanes)
+        builder.store(product, builder.bitcast(_data(context, builder, m, args[0], args[1]), vector.as_pointer()), 4)
+        return context.get_dummy_value()
+
+    return types.void(m, types.int64, w, types.int64, types.float32), generate
+
+
+@intrinsic
+def address_of(typing: Any, array: Any, index: Any) -> Any:
+    """Where ``array[index]`` stands in memory."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.ptrtoint(_data(context, builder, array, *args), ir.IntType(64))
+
+    return types.int64(array, types.int64), generate
+
+
+@intrinsic
+def cycles(typing: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter"), [])
+
+    return types.int64(), generate
+
+
+@intrinsic
+def atomic_add(typing: Any, array: Any, index: Any) -> Any:
+    """Add 1 to ``array[index]`` for all threads at once; its value before."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = _data(context, builder, array, args[0], args[1])
+        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return types.int64(array, types.int64), generate
+
+
+@intrinsic
+def atomic_load(typing: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load_atomic(_data(context, builder, array, args[0], args[1]), "seq_cst", 8)
+
+    return types.int64(array, types.int64), generate
+
+
+def _spread_scalar(builder: Any, x: Any, vector: Any) -> Any:
+    lane = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.IntType(32)(0))
+    return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
+
+
+def _make_tile(rows: int, panels: int) -> Any:
+    """The innermost loop: sums of ``rows`` inputs times ``panels`` panels stay in registers for all of K."""
+
+    @intrinsic
+    def tile(
+        typing: Any,
+        a: Any,
+        ai: Any,
+        ak: Any,
+        ar: Any,
+        w: Any,
+        wi: Any,
+        w_panel: Any,
+        pf: Any,
+        ps: Any,
+        k: Any,
+        c: Any,
+        ci: Any,
+    ) -> Any:
+        """c[ci + (r panels + j) 16 + l] += sum_i a[ai + i ak + r ar] w[wi + j w_panel + 16 i + l], i < k."""
+        i64, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), PANEL)
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            stored = ir.VectorType(context.get_data_type(w.dtype), PANEL)
+            fma = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{PANEL}f32"
+            )
+            first_a = _data(context, builder, a, args[0], args[1])
+            first_w = _data(context, builder, w, args[4], args[5])
+            next_w = builder.inttoptr(args[7], ir.IntType(8).as_pointer())
+            first_c = builder.bitcast(_data(context, builder, c, args[10], args[11]), vector.as_pointer())
+            places = [builder.gep(first_c, [i64(n)]) for n in range(rows * panels)]
+            starts = [builder.load(place, align=4) for place in places]
+            before, loop, after = builder.block, builder.append_basic_block("k"), builder.append_basic_block("end")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            i = builder.phi(i64)
+            i.add_incoming(i64(0), before)
+            sums = [builder.phi(vector) for _ in starts]
+            for phi, start in zip(sums, starts, strict=True):
+                phi.add_incoming(start, before)
+            at_w = builder.gep(first_w, [builder.mul(i, i64(PANEL))])
+            at_next = builder.gep(next_w, [builder.mul(i, args[8])])
+            weights = []
+            for j in range(panels):
+                pointer = builder.gep(at_w, [builder.mul(args[6], i64(j))])
+                loaded = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=1)
+                weights.append(_to_float(builder, loaded, w.dtype, lambda t: ir.VectorType(t, PANEL)))
+                bytes_apart = builder.mul(args[6], i64(j * w.dtype.bitwidth // 8))
+                _emit_prefetch(builder, builder.gep(at_next, [bytes_apart]), 0)
+            at_a = builder.gep(first_a, [builder.mul(i, args[2])])
+            new = []
+            for r in range(rows):
+                x = builder.load(builder.gep(at_a, [builder.mul(args[3], i64(r))]))
+                everywhere = _spread_scalar(builder, x, vector)
+                new += [builder.call(fma, [everywhere, weights[j], sums[r * panels + j]]) for j in range(panels)]
+            following = builder.add(i, i64(1))
+            i.add_incoming(following, loop)
+            for phi, value in zip(sums, new, strict=True):
+                phi.add_incoming(value, loop)
+            builder.cbranch(builder.icmp_signed("<", following, args[9]), loop, after)
+            builder.position_at_end(after)
+            for place, value in zip(places, new, strict=True):
+                builder.store(value, place, align=4)
+            return context.get_dummy_value()
+
+        ints = types.int64
+        return types.void(a, ints, ints, ints, w, ints, ints, ints, ints, ints, c, ints), generate
+
+    return tile
+
+
+tile_1x4, tile_1x1, tile_4x1, tile_tx1 = (_make_tile(*shape) for shape in ((1, 4), (1, 1), (4, 1), (TILE, 1)))
+prefetch_read, prefetch_write = (_make_prefetch(write) for write in (0, 1))
+# A thread offers its core to others; None where the system has no such call.
+offer_core = types.ExternalFunction("sched_yield", types.int32()) if os.name == "posix" else None

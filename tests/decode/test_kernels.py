@@ -1,0 +1,36 @@
+"""The kernels' file, and numbers that they make themselves."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparselib.decode import kernels, simd
+
+
+def test_numba_compiles_again_when_simd_changes():
+    """numba's cache sees that kernels.py changed, not that simd.py did: so the one has to change with the other."""
+    digest = hashlib.sha256(Path(simd.__file__).read_bytes()).hexdigest()
+    assert digest[:12] == kernels.SIMD, f'write SIMD = "{digest[:12]}" in kernels.py'
+
+
+@given(st.lists(st.floats(-200, 0, width=32), min_size=1, max_size=50))
+def test_exp(values):
+    x = np.array(values, np.float32)
+    relative = 3e-7 + 1e-7 * np.abs(x)  # a float32 cannot say better which power is meant
+    exact = np.exp(x.astype(float))
+    assert (np.abs([kernels._exp(v) for v in x] - exact) <= relative * exact + 2e-38).all()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 0.1), (np.uint16, 0.1), (np.int8, 127.99)])
+def test_fill_is_uniform_and_follows_its_seed(dtype, bound):
+    first, again, other = (np.zeros(40_000, dtype) for _ in range(3))
+    for array, seed in ((first, 1), (again, 1), (other, 2)):
+        kernels.fill(array, 0, array.size, np.float32(bound), np.uint64(seed))
+    assert (first == again).all() and (first != other).mean() > 0.9
+    values = (first.astype(np.uint32) << 16).view(np.float32) if dtype == np.uint16 else first.astype(np.float32)
+    assert np.abs(values).max() <= bound
+    assert abs(values.mean()) < 0.02 * bound and values.std() == pytest.approx(bound / 3**0.5, rel=0.02)
