@@ -26,9 +26,9 @@ from ..checks import require, require_choice, require_size
 from ..config import ModelConfig, decode_cost
 from ..decode.kernels import C_SIZE
 from ..decode.layout import GROUP, PANEL
-from ..decode.simd import address_of, tile_tx1
 from ..decode.memory import allocate
 from ..decode.pack import DTYPES
+from ..decode.simd import address_of, tile_tx1
 from .machine import last_level_cache
 
 STREAMS = 4
@@ -137,7 +137,7 @@ def _ones(floats: int) -> np.ndarray:
 
 
 @njit(nogil=True)
-def _multiply(a: np.ndarray, w: np.ndarray, c: np.ndarray, inner: int, tiles: int) -> None:
+def _multiply(a, w, c, inner, tiles):  # untyped, as kernels are: checkers cannot see through intrinsics
     """``tiles`` times the engine's tile: c (TILE, PANEL) += a (TILE, inner) w (inner, PANEL)."""
     for _ in range(tiles):
         tile_tx1(a, 0, GROUP, 1, w, 0, 0, address_of(w, 0), 0, inner, c, 0)
