@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test lab refresh lock environment clean python conda-file FORCE
+.PHONY: help setup book test lab refresh peers lock environment clean python conda-file FORCE
 
 help:  ## this list
 	@echo "usage: make TARGET [PROFILE=smoke|laptop|paper]"
@@ -40,6 +40,9 @@ lab: $(STAMP)  ## JupyterLab on the notebooks
 
 refresh: $(STAMP)  ## run the notebooks and write them and data/results back into the repository
 	@$(BIN)/sparselib notebooks refresh
+
+peers: $(STAMP)  ## install what notebook 07 compares with; llama.cpp is compiled, which takes ten minutes
+	@$(BIN)/python -m pip install -e '.[peers]'
 
 lock: python  ## requirements.lock: the newest versions that fit pyproject.toml
 	@$(PYTHON) tools/lock.py '$(strip $(LOCK_TORCH))'

@@ -10,7 +10,7 @@ from pandas import DataFrame, read_csv
 from ..checks import require
 from ..paths import results_dir
 from .figures import look
-from .paper import TABLE_1, WEIGHTS
+from .paper import TABLE_1, TABLE_6, WEIGHTS
 
 START, END = "<!-- numbers:start -->", "<!-- numbers:end -->"
 
@@ -19,7 +19,23 @@ def numbers_table(folder: Path | None = None) -> str:
     """Markdown: what the paper says beside the last recorded run. Errors: FileNotFoundError for a missing CSV."""
     folder = folder or results_dir()
     rows = [("", "paper", "here"), ("---", "---", "---")]
-    rows += [_permutations(folder), _weights(folder), _speedup(folder)]
+    rows += [_permutations(folder), _weights(folder)]
+    for file, variant, what, paper in (
+        ("decoding_800m", "ff_qkv", "800M, sparse over dense", TABLE_1.row(size="800M", variant="ff_qkv")),
+        (
+            "decoding_17b_block",
+            "ff_qkv",
+            "a block of 17B, sparse over dense",
+            TABLE_1.row(size="17B", variant="ff_qkv"),
+        ),
+        (
+            "decoding_17b",
+            "ff_qkv_loss",
+            "17B with sparse loss, over dense",
+            TABLE_6.row(size="17B", variant="ff_qkv_loss"),
+        ),
+    ):
+        rows.append(_speedup(folder, file, variant, what, paper.block_speedup if "block" in file else paper.speedup))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -45,13 +61,12 @@ def _weights(folder: Path) -> tuple[str, str, str]:
     return ("weights of the 800M model, dense and sparse", f"{paper} (its code)", here)
 
 
-def _speedup(folder: Path) -> tuple[str, str, str]:
-    frame = _read(folder, "first_decoding")
-    row = frame[(frame["variant"] == look("ff_qkv").label) & frame["size"].str.contains("800M")].iloc[0]
-    paper = TABLE_1.row(size="800M", variant="ff_qkv")
-    what = "decoding a token, sparse FF+QKV against dense, 800M width"
-    here = f"{row['speed-up']:.1f}x ({row['size']}, plain PyTorch on both sides)"
-    return (what, f"{paper.speedup}x (whole model)", here)
+def _speedup(folder: Path, file: str, variant: str, what: str, paper: float | None) -> tuple[str, str, str]:
+    row = _read(folder, file).set_index("variant").loc[look(variant).label]
+    here = (
+        f"{row['here, times dense']:.1f}x ({row['here (ms)']:.1f} ms, {row['% of limit']:.0f} % of the machine's limit)"
+    )
+    return (f"decoding a token, {what}", f"{paper:.1f}x" if paper else "not printed", here)
 
 
 def _read(folder: Path, name: str) -> DataFrame:

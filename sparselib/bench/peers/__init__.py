@@ -2,7 +2,8 @@
 
 Peers are not needed to import this: `pip install 'sparselib[peers]'`. A peer that is missing, breaks or takes too long
 becomes a :class:`NotRun`. Timed as :func:`~sparselib.bench.protocol.time_call` times: single tokens at batch 1, a
-source of 16 tokens where there is an encoder, weights random (never zeros) and distinct in every layer.
+source of 16 tokens where there is an encoder, weights random (never zeros) and distinct in every layer. The speed of
+memory drifts, so that the bandwidth can be looked at before and after each peer, and its time held against that.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import psutil
 from pandas import DataFrame
@@ -26,6 +28,9 @@ from ...checks import require, require_choice, require_size
 from ...config import ModelConfig, count_parameters, preset
 from ..protocol import Timing
 from .base import Job
+
+if TYPE_CHECKING:
+    from ..roofline import Reader  # brings in the compiler, which a peer's process has no use for
 
 ENCODER_LAYERS = 2  # at most, as in the paper's protocol: a decoded token touches none of them
 COPIES = 3  # of the fp32 weights that a peer may hold while it converts them
@@ -61,6 +66,18 @@ class PeerTiming:
     threads: int
     shape: str
     timing: Timing
+
+    def beside(self, read_gb_s: float) -> PeerTiming:
+        """The same with the limit that memory sets: the time it takes to read the bytes at ``read_gb_s``."""
+        bytes = self.timing.bytes
+        limit_ms = None if bytes is None else bytes / read_gb_s / 1e6
+        return replace(self, timing=replace(self.timing, limit_ms=limit_ms))
+
+    @property
+    def read_gb_s(self) -> float | None:
+        """The bandwidth that the limit stands for; None where there is no limit."""
+        bytes, limit_ms = self.timing.bytes, self.timing.limit_ms
+        return None if bytes is None or limit_ms is None else bytes / limit_ms / 1e6
 
 
 @dataclass(frozen=True)
@@ -119,16 +136,22 @@ def run_peers(
     context: int = 0,
     warmup: int = 4,
     budget: float = 240,
+    readers: Mapping[int, Reader] | None = None,
+    progress: bool = True,
 ) -> list[PeerTiming | NotRun]:
     """Every one of ``peers`` on every number of ``threads``, converted weights shared.
 
     Those left after ``budget`` seconds are not run, and one may take ``ONE_SHARE`` of it. The converted weights of the
-    paper_800m take 2.5 GB of the temporary folder. Errors: as :func:`run_peer`.
+    paper_800m take 2.5 GB of the temporary folder. ``readers``, one for each number of threads, look at the bandwidth
+    before and after each peer: timings then have a limit. ``progress`` shows a bar. Errors: as :func:`run_peer`, and
+    ValueError for a number of threads without reader.
     """
+    for n in threads if readers is not None else ():
+        require_choice("threads", n, tuple(readers))
     end = time.monotonic() + budget
     results: list[PeerTiming | NotRun] = []
     with TemporaryDirectory(prefix="peers-") as folder:
-        bar = tqdm([(*peer, n) for peer in peers for n in threads], desc="peers")
+        bar = tqdm([(*peer, n) for peer in peers for n in threads], desc="peers", disable=not progress)
         for name, dtype, n in bar:
             bar.set_postfix_str(f"{name} {dtype}, {n} threads")
             left = end - time.monotonic()
@@ -136,7 +159,11 @@ def run_peers(
                 results.append(NotRun(name, dtype, n, f"the budget of {budget:g} s was used up"))
                 continue
             counts, timeout = dict(tokens=tokens, context=context, warmup=warmup), min(left, ONE_SHARE * budget)
-            results.append(run_peer(name, dtype, n, config, **counts, timeout=timeout, files=Path(folder)))
+            before = readers[n].now() if readers else 0.0
+            result = run_peer(name, dtype, n, config, **counts, timeout=timeout, files=Path(folder))
+            if readers and isinstance(result, PeerTiming):
+                result = result.beside((before + readers[n].now()) / 2)
+            results.append(result)
     return results
 
 
@@ -160,6 +187,8 @@ def _row(result: PeerTiming | NotRun) -> dict[str, object]:
         "ms q3": timing and timing.ms_q3,
         "n": timing and timing.n,
         "GB/s": timing and timing.gb_s,
+        "read GB/s": ran and ran.read_gb_s,
+        "% of limit": timing and timing.limit_fraction and 100 * timing.limit_fraction,
         "not run": None if isinstance(result, PeerTiming) else result.reason,
     }
 

@@ -38,4 +38,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(measure(Job.from_json(sys.argv[2]))))
     else:
-        print(peers_frame(run_peers()).to_string(float_format="{:.1f}".format))
+        from ..roofline import Reader
+
+        threads = (1, 2)
+        results = run_peers(threads=threads, readers={n: Reader(n) for n in threads})
+        print(peers_frame(results).to_string(float_format="{:.1f}".format))
