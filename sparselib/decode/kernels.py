@@ -187,36 +187,41 @@ def _expect(op, m, panel, y, module, several):
 
 
 @kernel
-def _linear(op, w, p, m, rows, first, n, c, tid, threads):
-    """y = x W^T (+ bias) for n rows: one row reads four panels side by side, several rows share each panel."""
-    panels, line = (op.o + PANEL - 1) // PANEL, PANEL * w.itemsize
-    size = op.k * PANEL
+def _linear_one(op, w, p, m, x, y, c, tid, threads):
+    """y = x W^T (+ bias) for one row, four panels side by side; sums that need nothing more go straight to y."""
+    panels, size, line = (op.o + PANEL - 1) // PANEL, op.k * PANEL, PANEL * w.itemsize
+    is_plain = op.scale < 0 and op.bias < 0 and op.relu == 0
     panel, end = panels * tid // threads, panels * (tid + 1) // threads
     while panel < end:
-        at = op.w + panel * size
-        if n == 1:
-            many = 4 if panel + 4 <= end else 1
-            _clear(m, c, many * PANEL)
-            if many == 4:
-                tile_1x4(
-                    m, op.x + first * op.x_row, 1, 0, w, at, size, address_of(w, at + AHEAD * PANEL), line, op.k, m, c
-                )
-            else:
-                tile_1x1(
-                    m, op.x + first * op.x_row, 1, 0, w, at, size, address_of(w, at + AHEAD * PANEL), line, op.k, m, c
-                )
+        many, at = 4 if panel + 4 <= end else 1, op.w + panel * size
+        to = y + panel * PANEL if is_plain and (panel + many) * PANEL <= op.o else c
+        ahead = address_of(w, at + AHEAD * PANEL)
+        _clear(m, to, many * PANEL)
+        if many == 4:
+            tile_1x4(m, x, 1, 0, w, at, size, ahead, line, op.k, m, to)
+        else:
+            tile_1x1(m, x, 1, 0, w, at, size, ahead, line, op.k, m, to)
+        if to == c:
             for j in range(many):
-                _finish(op, p, m, c + j * PANEL, panel + j, _target(op, rows, first), 0)
-            panel += many
-            continue
+                _finish(op, p, m, c + j * PANEL, panel + j, y, 0)
+        panel += many
+
+
+@kernel
+def _linear(op, w, p, m, rows, first, n, c, tid, threads):
+    """The same for n rows, which share each panel."""
+    panels, size, line = (op.o + PANEL - 1) // PANEL, op.k * PANEL, PANEL * w.itemsize
+    if n == 1:
+        _linear_one(op, w, p, m, op.x + first * op.x_row, _target(op, rows, first), c, tid, threads)
+        return
+    for panel in range(panels * tid // threads, panels * (tid + 1) // threads):
+        at = op.w + panel * size
+        ahead = address_of(w, at + AHEAD * PANEL)
         for r in range(first, first + n, TILE):
             several = min(TILE, first + n - r)
-            _rows_of_tile(
-                m, op.x + r * op.x_row, 1, op.x_row, w, at, address_of(w, at + AHEAD * PANEL), line, op.k, c, several
-            )
+            _rows_of_tile(m, op.x + r * op.x_row, 1, op.x_row, w, at, ahead, line, op.k, c, several)
             for j in range(several):
                 _finish(op, p, m, c + j * PANEL, panel, _target(op, rows, r + j), 0)
-        panel += 1
 
 
 @kernel

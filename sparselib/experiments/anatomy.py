@@ -45,15 +45,19 @@ MARKERS = dict(zip(PARTS, "o^Ps*DX", strict=True))
 WHOLE = "whole token"
 HEAD = 128  # width of a head in all widths, as GPT-3's
 CACHE_TIMES = 1.5  # a token touches so many times the last-level cache, or it would be timed and not the memory
-FORMATS = {
+FORMATS = {  # of all columns whose names hold these words
     "d_model": "{:,}",
     "MB": "{:,.2f}",
     "MFLOP": "{:,.2f}",
-    "ms": "{:,.3f}",
-    "limit (ms)": "{:,.3f}",
-    "% of limit": "{:.0f}",
+    "GFLOP/s": "{:,.0f}",
     "GB/s": "{:.1f}",
+    "tokens/s": "{:,.0f}",
+    "ms": "{:,.3f}",
+    "%": "{:.0f}",
     "speed-up": "{:.2f}",
+    "exponent": "{:.2f}",
+    "errors": "{:.2f}",
+    "paper": "{:.1f}",
 }
 
 
@@ -67,6 +71,11 @@ class Measured:
 
     def said(self) -> str:
         return "; ".join(self.left_out) or "nothing"
+
+
+def formats(frame: DataFrame) -> dict[str, str]:
+    """How each column of a table of this module is shown."""
+    return {column: form for column in frame for unit, form in FORMATS.items() if unit in column}
 
 
 # --- the parts of a token ---------------------------------------------------------------------------------------------
@@ -114,9 +123,9 @@ def time_parts(
 def _part_rows(
     config: ModelConfig, dtype: str, measured: Rounds, variant: str, roofline: Roofline
 ) -> list[dict[str, Any]]:
-    at = dict(context=measured.context, source_length=SOURCE_LENGTH)
-    cost = decode_cost(config, bytes_per_weight=DTYPES[dtype].itemsize, bytes_per_cached=4, **at)
-    least = limit(config, dtype, roofline, **at)
+    context, size = measured.context, DTYPES[dtype].itemsize
+    cost = decode_cost(config, context=context, source_length=SOURCE_LENGTH, bytes_per_weight=size, bytes_per_cached=4)
+    least = limit(config, dtype, roofline, context=context, source_length=SOURCE_LENGTH)
     samples, rows = measured.samples[variant], []
     for part, names in PARTS.items():
         counted = [name for name in names if name in cost.parts and name in least.parts]

@@ -35,7 +35,7 @@ NAMES = {variant: name for name, variant in ENGINE.items()}
 BITS = {"fp32": 32, "bf16": 16, "F16": 16, "int8": 8, "Q8_0": 8, "Q4_0": 4}  # of a weight, without scales
 RAW, EVEN = "times as fast", "times as fast at equal bandwidth"
 FORMATS = {
-    "MB a token": "{:,.0f}",
+    "MB a token": "{:,.1f}",
     "ms a token": "{:.2f}",
     "ms q1": "{:.2f}",
     "ms q3": "{:.2f}",

@@ -117,7 +117,8 @@ def test_a_state_taken_back_and_a_rewound_engine_give_the_same_again(variant, ar
     engine.prefill(tokens[:, :4])
     state, other = engine.state(), engine_of(model, batch=3, threads=2)
     first = [engine.step(tokens[:, t]).copy() for t in range(4, 8)]
-    engine.prefill((tokens[:, 2:6] + 1) % 12)
+    engine.rewind(1)
+    engine.prefill((tokens[:, 1:7] + 1) % 12)
     engine.restore(state)
     other.restore(state)
     for t in range(4, 8):

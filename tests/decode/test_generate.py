@@ -65,6 +65,14 @@ def test_prompts_of_a_batch_equal_single_runs(architecture, options):
             assert generate(engine_of(model), [prompt], 6, **alone, **options, stop=stop) == [together[i]]
 
 
+def test_a_prefix_is_seen_from_everywhere():
+    model = make("prefix_lm", "mult_conv", "sparse", max_len=24, d_model=24, vocab_size=40, seed=1)
+    prompts = [list(range(n, 3 * n)) for n in range(2, 8)]
+    engine = engine_of(model, batch=len(prompts))
+    assert generate(engine, prompts, 4, prompt_is_prefix=True) == [by_model(model, prompt, 4) for prompt in prompts]
+    assert generate(engine, prompts, 4, prompt_is_prefix=True) != generate(engine, prompts, 4)
+
+
 def test_each_call_begins_anew_and_one_prompt_gives_one_list():
     engine = engine_for(1)
     tokens = generate(engine, [1, 2], 5)
@@ -177,6 +185,8 @@ def test_of_equally_likely_tokens_the_first_are_kept():
     assert fits(draws(logits, temperature=2.0, top_p=0.5), [0, 1, 1, 0, 0])
     assert fits(draws([0.0] * 4, temperature=1.0, top_k=3), [1, 1, 1, 0])
     assert draws(logits, 9)[1] == 9  # greedy
+    assert not draws([0.0] * 1000, 500, temperature=1.0, top_k=300)[300:].any()
+    assert not draws([0.0] * 1000, 500, temperature=1.0, top_p=0.2995)[300:].any()
 
 
 @given(seed=seeds, top_k=st.integers(1, 8), top_p=st.floats(1e-6, 1), temperature=st.floats(1e-300, 1e300))

@@ -146,8 +146,9 @@ def run_peers(
     before and after each peer: timings then have a limit. ``progress`` shows a bar. Errors: as :func:`run_peer`, and
     ValueError for a number of threads without reader.
     """
-    for n in threads if readers is not None else ():
-        require_choice("threads", n, tuple(readers))
+    if readers is not None:
+        for n in threads:
+            require(n in readers, "threads", n, f"one of the readers' {sorted(readers)}")
     end = time.monotonic() + budget
     results: list[PeerTiming | NotRun] = []
     with TemporaryDirectory(prefix="peers-") as folder:
