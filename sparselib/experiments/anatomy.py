@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ from pandas import DataFrame
 
 from ..bench.decode import CONTEXT, WARMUP, Rounds, engine_bytes, figures, free_room, time_in_rounds
 from ..bench.machine import last_level_cache
-from ..bench.roofline import Reader, Roofline, limit, peak_gflops, usable_threads
+from ..bench.roofline import Reader, Roofline, limit, peak_gflops
 from ..checks import require
 from ..config import ModelConfig, Part, PartCost, decode_cost, model_parts, preset
 from ..decode import DTYPES, Engine, Packed, pack_random
 from ..results.figures import look, new_figure
-from .decoding import SOURCE_LENGTH, time_configs
+from .decoding import SOURCE_LENGTH
 from .sparse_layers import decoder_block_parts
 
 if TYPE_CHECKING:
@@ -62,6 +62,60 @@ FORMATS = {  # of all columns whose names hold these words
 
 
 @dataclass(frozen=True)
+class Timer:
+    """How everything is timed: ``tokens`` in each of ``rounds`` rounds, with the reader's threads."""
+
+    reader: Reader
+    peak_gflops: float
+    tokens: int
+    rounds: int
+    seed: int = 0
+
+    @classmethod
+    def of(cls, threads: int, **timing: int) -> Timer:
+        """Looks at bandwidth and peak first: about three seconds."""
+        return cls(Reader(threads), peak_gflops(threads), **timing)
+
+    def needs(self, configs: Mapping[str, ModelConfig], dtype: str) -> int:
+        """Bytes of all engines together."""
+        positions = CONTEXT + WARMUP + self.tokens
+        return sum(engine_bytes(config, dtype, positions, self.reader.threads) for config in configs.values())
+
+    def pack(self, configs: Mapping[str, ModelConfig], dtype: str = "fp32") -> dict[str, Packed]:
+        """Random weights, without encoders."""
+        return {name: pack_random(config, dtype, self.seed, encoder=False) for name, config in configs.items()}
+
+    def time(self, packed: Mapping[str, Packed], context: int = CONTEXT, batch: int = 1) -> tuple[Rounds, Roofline]:
+        """Decode ``batch`` sequences with each model in turn after ``context`` positions; the machine's limits then."""
+        engines = {
+            name: Engine(
+                weights,
+                batch,
+                context + WARMUP + self.tokens,
+                SOURCE_LENGTH if weights.config.is_encoder_decoder else None,
+                self.reader.threads,
+            )
+            for name, weights in packed.items()
+        }
+        measured = time_in_rounds(
+            engines, self.tokens, self.rounds, context=context, seed=self.seed, reader=self.reader
+        )
+        for engine in engines.values():
+            engine.close()
+        return measured, Roofline(self.reader.threads, float(np.median(measured.read_gb_s)), self.peak_gflops)
+
+    def time_new(self, configs: Mapping[str, ModelConfig], dtype: str = "fp32") -> tuple[Rounds, Roofline]:
+        """Build, time and drop the models. Errors: MemoryError, with the numbers, if they do not fit together."""
+        needed, room = self.needs(configs, dtype), free_room()
+        if needed > room:
+            raise MemoryError(f"needs {needed / 1e9:.1f} GB in {dtype}, {room / 1e9:.1f} GB are free")
+        timed = self.time(self.pack(configs, dtype))
+        time.sleep(0.2)  # the threads of a closed engine let go of its weights a moment later
+        gc.collect()
+        return timed
+
+
+@dataclass(frozen=True)
 class Measured:
     """Rows of a table, the machine's limits when each size was timed, and why sizes were left out."""
 
@@ -86,18 +140,7 @@ def pair(name: str, **changes: Any) -> dict[str, ModelConfig]:
     return {variant: preset(name, variant, **changes) for variant in PAIR}
 
 
-def fitting_dtype(configs: Iterable[ModelConfig], dtypes: Sequence[str], tokens: int) -> str:
-    """The first of ``dtypes`` in which all fit in memory together, else the last."""
-    threads, configs = usable_threads(), list(configs)
-    for dtype in dtypes:
-        if sum(engine_bytes(config, dtype, CONTEXT + WARMUP + tokens, threads) for config in configs) <= free_room():
-            return dtype
-    return dtypes[-1]
-
-
-def time_parts(
-    sizes: Mapping[str, tuple[Mapping[str, ModelConfig], Sequence[str]]], *, tokens: int, rounds: int, seed: int = 0
-) -> Measured:
+def time_parts(sizes: Mapping[str, tuple[Mapping[str, ModelConfig], Sequence[str]]], timer: Timer) -> Measured:
     """One row for each part of each model; ``sizes`` gives a title the models and the dtypes to try, best first.
 
     A part's ``ms`` is its median over all tokens; the parts' medians need not add up to the whole token's.
@@ -105,17 +148,16 @@ def time_parts(
     rows: list[dict[str, Any]] = []
     rooflines, left_out = {}, []
     for title, (configs, dtypes) in sizes.items():
-        dtype = fitting_dtype(configs.values(), dtypes, tokens)
+        dtype = next((dtype for dtype in dtypes if timer.needs(configs, dtype) <= free_room()), dtypes[-1])
         try:
-            measured, roofline = time_configs(configs, dtype, tokens=tokens, rounds=rounds, seed=seed)
+            measured, roofline = timer.time_new(configs, dtype)
         except MemoryError as error:
-            left_out.append(f"{title} in {dtype}: {error}")
+            left_out.append(f"{title}: {error}")
             continue
-        finally:
-            _let_go()
-        rooflines[f"{title}, {dtype}"] = roofline
+        size = f"{title}, {dtype}"
+        rooflines[size] = roofline
         for variant, config in configs.items():
-            about = {"size": f"{title}, {dtype}", "model": look(variant).label}
+            about = {"size": size, "model": look(variant).label}
             rows += [about | row for row in _part_rows(config, dtype, measured, variant, roofline)]
     return Measured(DataFrame(rows), rooflines, left_out)
 
@@ -145,12 +187,6 @@ def _row(cost: PartCost, times: Any, limit_ms: float) -> dict[str, float]:
         "limit (ms)": limit_ms,
         "% of limit": 100 * limit_ms / ms,
     }
-
-
-def _let_go() -> None:
-    """The threads of a closed engine let go of its weights a moment later."""
-    time.sleep(0.2)
-    gc.collect()
 
 
 def draw_roofline(measured: Measured) -> Figure:
@@ -219,7 +255,7 @@ def width_config(d_model: int, variant: str, *, held: float = 0, touched: float 
     return replace(config, n_layers=max(1, math.ceil(held / (4 * block.weights)), math.ceil(touched / 4 / block.reads)))
 
 
-def time_widths(widths: Sequence[int], *, tokens: int, rounds: int, held: float, seed: int = 0) -> Measured:
+def time_widths(widths: Sequence[int], timer: Timer, held: float) -> Measured:
     """One row for each width and variant, of one block in fp32; blocks enough that memory is timed and no cache."""
     rows: list[dict[str, Any]] = []
     rooflines, left_out = {}, []
@@ -227,12 +263,10 @@ def time_widths(widths: Sequence[int], *, tokens: int, rounds: int, held: float,
     for d in widths:
         configs = {variant: width_config(d, variant, held=held, touched=touched) for variant in RECIPE}
         try:
-            measured, rooflines[d] = time_configs(configs, tokens=tokens, rounds=rounds, seed=seed)
+            measured, rooflines[d] = timer.time_new(configs)
         except MemoryError as error:
             left_out.append(f"width {d:,}: {error}")
             continue
-        finally:
-            _let_go()
         for variant, config in configs.items():
             least = limit(config, "fp32", rooflines[d], context=measured.context, scope="block")
             sizes = {"d_model": d, "model": look(variant).label, "S = N": config.n_modules, "blocks": config.n_layers}
@@ -334,46 +368,12 @@ def first_below(x: ArrayLike, y: ArrayLike, level: float) -> float | None:
 # --- length, threads, batch -------------------------------------------------------------------------------------------
 
 
-def pack_pair(configs: Mapping[str, ModelConfig], seed: int = 0) -> dict[str, Packed]:
-    """Random weights in fp32, without encoders."""
-    return {name: pack_random(config, seed=seed, encoder=False) for name, config in configs.items()}
-
-
-def time_packed(
-    packed: Mapping[str, Packed],
-    reader: Reader,
-    *,
-    tokens: int,
-    rounds: int,
-    context: int = CONTEXT,
-    batch: int = 1,
-    seed: int = 0,
-) -> Rounds:
-    """Decode ``batch`` sequences with each model in turn, with the reader's threads, after ``context`` positions."""
-    engines = {
-        name: Engine(
-            weights,
-            batch,
-            context + WARMUP + tokens,
-            SOURCE_LENGTH if weights.config.is_encoder_decoder else None,
-            reader.threads,
-        )
-        for name, weights in packed.items()
-    }
-    measured = time_in_rounds(engines, tokens, rounds, context=context, seed=seed, reader=reader)
-    for engine in engines.values():
-        engine.close()
-    return measured
-
-
-def time_lengths(
-    packed: Mapping[str, Packed], reader: Reader, lengths: Sequence[int], n_layers: int, **timing: int
-) -> DataFrame:
+def time_lengths(packed: Mapping[str, Packed], timer: Timer, lengths: Sequence[int], n_layers: int) -> DataFrame:
     """Time of a block and speed-up against positions in the cache; the speed-up of a token is that of ``n_layers``
     blocks, derived from those built."""
     rows = []
     for length in lengths:
-        measured = time_packed(packed, reader, context=length, **timing)
+        measured, _ = timer.time(packed, context=length)
         built = packed[PAIR[0]].config.n_layers
         sparse = measured.samples[PAIR[1]]
         share = np.median(sparse.parts["kv_cache"] / built / sparse.block)
@@ -415,12 +415,11 @@ def thread_counts(most: int) -> list[int]:
     return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
 
 
-def time_threads(packed: Mapping[str, Packed], counts: Sequence[int], **timing: int) -> DataFrame:
-    """One row for each number of threads and model, against the limit of so many threads."""
+def time_threads(packed: Mapping[str, Packed], timers: Sequence[Timer]) -> DataFrame:
+    """One row for each timer and model, against the limit of so many threads."""
     rows = []
-    for threads in counts:
-        measured = time_packed(packed, Reader(threads), **timing)
-        roofline = Roofline(threads, float(np.median(measured.read_gb_s)), peak_gflops(threads))
+    for timer in timers:
+        measured, roofline = timer.time(packed)
         for name, weights in packed.items():
             least = limit(
                 weights.config, "fp32", roofline, context=measured.context, source_length=SOURCE_LENGTH, scope="model"
@@ -428,7 +427,7 @@ def time_threads(packed: Mapping[str, Packed], counts: Sequence[int], **timing: 
             row = figures(measured.samples[name].token, least)
             rows.append(
                 {
-                    "threads": threads,
+                    "threads": roofline.threads,
                     "machine, GB/s": roofline.read_gb_s,
                     "machine, GFLOP/s": roofline.peak_gflops,
                     "model": look(name).label,
@@ -441,13 +440,13 @@ def time_threads(packed: Mapping[str, Packed], counts: Sequence[int], **timing: 
     return DataFrame(rows)
 
 
-def time_batches(packed: Mapping[str, Packed], reader: Reader, batches: Sequence[int], **timing: int) -> DataFrame:
+def time_batches(packed: Mapping[str, Packed], timer: Timer, batches: Sequence[int]) -> DataFrame:
     """Tokens a second of all sequences together, and the units that at least one of them is expected to choose, when
     all units are chosen alike."""
     rows = []
     n = packed[PAIR[1]].config.ff_sparsity
     for batch in batches:
-        measured = time_packed(packed, reader, batch=batch, **timing)
+        measured, _ = timer.time(packed, batch=batch)
         rates = {name: 1e3 * batch / float(np.median(measured.samples[name].token)) for name in PAIR}
         rows.append(
             {"batch": batch}

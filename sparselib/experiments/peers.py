@@ -231,27 +231,29 @@ def draw_times(results: Sequence[Result]) -> Figure:
 
     rows = timings(results, of_engine=True) + timings(results, of_engine=False)
     counts = sorted({row.threads for row in rows})
-    bars: dict[str, dict[int, PeerTiming]] = {}
+    bars: dict[str, list[PeerTiming]] = {}
     for row in sorted(rows, key=lambda row: row.timing.ms_median):
-        bars.setdefault(name_of(row), {})[row.threads] = row
-    figure, axis = new_figure(height=1.2 + 0.22 * len(counts) * len(bars))
+        bars.setdefault(name_of(row), []).append(row)
+    figure, axis = new_figure(height=1.5 + 0.2 * len(counts) * len(bars))
     thick = 0.8 / len(counts)
-    for place, by_threads in enumerate(bars.values()):
-        for threads, row in by_threads.items():
-            y = place + (counts.index(threads) - (len(counts) - 1) / 2) * thick
-            ms, color = row.timing.ms_median, _color(row)
-            axis.barh(y, ms, thick, color=color, alpha=1.0 if threads == counts[-1] else 0.5)
-            axis.annotate(f"{ms:.3g}", (ms, y), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    for place, row in ((place, row) for place, by_threads in enumerate(bars.values()) for row in by_threads):
+        y = place + (counts.index(row.threads) - (len(counts) - 1) / 2) * thick
+        ms, color = row.timing.ms_median, _color(row)
+        axis.barh(y, ms, 0.8 * thick, color=color if row.threads == counts[-1] else "none", edgecolor=color)
+        axis.annotate(f"{ms:.3g}", (ms, y), (3, 0), textcoords="offset points", va="center", fontsize=8)
     axis.set_yticks(range(len(bars)), list(bars))
     axis.invert_yaxis()
     axis.set(xscale="log", xlabel="ms a token (median, log scale)")
     axis.set_xlim(0.5 * min(r.timing.ms_median for r in rows), 2 * max(r.timing.ms_median for r in rows))
     axis.grid(axis="y", visible=False)
-    shown = {row.peer: Patch(color=_color(row), label=row.peer) for row in rows if row.peer in ENGINE}
-    others = [Patch(color=GREY, label="peers")] if any(row.peer not in ENGINE for row in rows) else []
-    title = f"pale: {counts[0]} thread, full: {counts[-1]}" if len(counts) > 1 else None
-    axis.legend(handles=[*shown.values(), *others], title=title, loc="lower right")
+    kinds = {_kind(row): Patch(color=_color(row), label=_kind(row)) for row in rows}
+    title = f"outlined: {counts[0]} thread, filled: {counts[-1]} threads" if len(counts) > 1 else None
+    figure.legend(handles=list(kinds.values()), title=title, loc="outside upper center", ncols=2)
     return figure
+
+
+def _kind(row: PeerTiming) -> str:
+    return row.peer if row.peer in ENGINE else "other libraries"
 
 
 def _color(row: PeerTiming) -> str:

@@ -119,6 +119,8 @@ def test_a_state_taken_back_and_a_rewound_engine_give_the_same_again(variant, ar
     first = [engine.step(tokens[:, t]).copy() for t in range(4, 8)]
     engine.rewind(1)
     engine.prefill((tokens[:, 1:7] + 1) % 12)
+    if inputs.source is not None:
+        engine.start((inputs.source + 1) % 12)
     engine.restore(state)
     other.restore(state)
     for t in range(4, 8):
