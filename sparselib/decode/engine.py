@@ -97,6 +97,7 @@ class Engine:
         output, in place of a source: the only way where the encoder was left out of the packed model.
         """
         slots, cross = self._slots(sequences), self.config.is_encoder_decoder
+        require(cross or mask is None, "mask", "given", "given with a source only")
         given = [name for name, value in (("source", source), ("memory", memory)) if value is not None]
         require(
             len(given) == cross,
@@ -258,20 +259,21 @@ class Engine:
     def _slots(self, sequences: Sequence[int] | None) -> np.ndarray:
         if sequences is None:
             return self._everyone
-        slots = np.asarray(sequences, np.int64)
-        good = slots.ndim == 1 and len(slots) and len(set(slots.tolist())) == len(slots)
+        slots = np.asarray(sequences)
+        good = slots.ndim == 1 and len(slots) and slots.dtype.kind in "iu" and len(np.unique(slots)) == len(slots)
         good = good and slots.min() >= 0 and slots.max() < self.batch
         require(bool(good), "sequences", sequences, f"different numbers in 0 .. {self.batch - 1}")
-        return slots
+        return slots.astype(np.int64)
 
     def _check_next(self, tokens: np.ndarray, slots: np.ndarray) -> None:
-        self._check_tokens(tokens, "tokens", len(slots))
+        self.check_tokens(tokens, "tokens", len(slots))
         end = int(self._position[slots].max()) + tokens.shape[1]
         require(end <= self.max_len, "position", end - 1, f"below max_len = {self.max_len}")
         ready = not self.config.is_encoder_decoder or bool((self._source[slots] > 0).all())
         require(ready, "source", None, "given with start() first")
 
-    def _check_tokens(self, tokens: np.ndarray, name: str, n: int) -> None:
+    def check_tokens(self, tokens: np.ndarray, name: str, n: int) -> None:
+        """Errors: ValueError unless ``tokens`` (n, L) are ids of the vocabulary and L is at least 1."""
         vocab = self.config.vocab_size
         require(tokens.dtype.kind in "iu", f"{name}.dtype", str(tokens.dtype), "a whole number")
         require(len(tokens) == n, f"{name}.shape", tokens.shape, f"of {n} sequences")
@@ -284,7 +286,7 @@ class Engine:
         if source is not None:
             shown = np.asarray(source)
             require(shown.ndim == 2, "source.shape", shown.shape, "(batch, length)")
-            self._check_tokens(shown, "source", n)
+            self.check_tokens(shown, "source", n)
         else:
             shown = np.asarray(memory, np.float32)
             good = shown.ndim == 3 and len(shown) == n and shown.shape[1] > 0 and shown.shape[2] == d
@@ -301,6 +303,7 @@ class Engine:
             return np.full(shape[0], shape[1])
         real = np.asarray(mask)
         require(real.shape == shape, "mask.shape", real.shape, str(shape))
+        require(bool(np.isin(real, (0, 1)).all()), "mask", "another number", "made of bool or 0 and 1")
         lengths = (real != 0).sum(1)
         at_the_end = bool(((real != 0) == (np.arange(shape[1]) < lengths[:, None])).all())
         require(at_the_end and bool((lengths > 0).all()), "mask", real.tolist(), "1 for at least one token, then 0")
@@ -330,10 +333,14 @@ class _Team:
         assert section is not None
         start, end = section
         require(not self._closed, "engine", "closed", "open")
-        kernels.announce(self._job, start, end, n, last)
-        for wake in self._wake:
-            wake.set()
-        kernels.run(0, self._threads, self._operations, start, end, *self._arrays, n, last, *self._after)
+        before = int(self._job[0])
+        try:
+            kernels.announce(self._job, start, end, n, last)
+        finally:  # once announced, the others wait at barriers for this thread, whatever a Ctrl-C says
+            if self._job[0] != before:
+                for wake in self._wake:
+                    wake.set()
+                kernels.run(0, self._threads, self._operations, start, end, *self._arrays, n, last, *self._after)
 
     def close(self) -> None:
         self._closed = True

@@ -140,7 +140,7 @@ def _check_prompts(engine: Engine, prompts: Sequence[Any] | np.ndarray, max_toke
     for tokens in arrays:
         require(tokens.ndim == 1, "prompt.shape", tokens.shape, "(length,) for each prompt")
         require(len(tokens) > 0, "prompt", [], "at least one token")
-        engine._check_tokens(tokens[None], "prompt", 1)
+        engine.check_tokens(tokens[None], "prompt", 1)
         total = f"{len(tokens)} tokens and max_tokens = {max_tokens}"
         require(len(tokens) + max_tokens <= engine.max_len, "prompt", total, f"at most max_len = {engine.max_len}")
     return arrays

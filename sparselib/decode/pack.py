@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..checks import require, require_choice
+from ..checks import require, require_choice, require_size
 from ..config import ModelConfig
 from ..layers.positions import sinusoids
 from .kernels import fill
@@ -64,10 +64,12 @@ class Packed:
 
     @classmethod
     def load(cls, path: Path) -> Packed:
-        """Read a packed file. Errors: ValueError for one of another format, truncated or altered."""
+        """Read a packed file. Errors: ValueError for one of another format, truncated or altered; MemoryError, with
+        the numbers, for one that does not fit."""
         from safetensors import SafetensorError, safe_open
 
         require(path.is_file(), "packed file", str(path), "a file")
+        require_memory(path.stat().st_size, f"loading {path.name}")
         try:
             with safe_open(path, "np") as file:
                 metadata = file.metadata() or {}
@@ -86,14 +88,16 @@ class Packed:
 def pack(model: Transformer, dtype: str = "fp32") -> Packed:
     """A model's weights in ``dtype``: fp32, bf16 (rounded to the nearest) or int8 (one scale a row, absmax / 127).
 
-    Errors: ValueError for an unknown dtype or an encoder-only model; MemoryError, with the numbers, if the copy does
-    not fit.
+    Errors: ValueError for an unknown dtype, an encoder-only model or weights that are not finite; MemoryError, with
+    the numbers, if the copy does not fit.
     """
     packed = _empty(model.config, dtype, encoder=True)
     weights = model.state_dict()
     with torch.no_grad():
         for matrix in packed.layout.matrices.values():
-            _put(packed, matrix, _rows(matrix, weights[matrix.name].float().cpu(), model.config))
+            rows = _rows(matrix, weights[matrix.name].float().cpu())
+            require(bool(rows.isfinite().all()), matrix.name, "NaN or infinite", "finite")
+            _put(packed, matrix, rows)
         for vector in packed.layout.named():
             packed.p[vector.offset : vector.offset + vector.size] = weights[vector.name].float().flatten().cpu().numpy()
     return packed
@@ -111,6 +115,7 @@ def pack_random(
 
     ``encoder`` False leaves out an encoder-decoder's encoder. ``progress`` is told how many weights are done.
     """
+    require_size("seed", seed, 0)
     packed = _empty(config, dtype, encoder)
     layout = packed.layout
     chunks: list[tuple[int, int, np.float32]] = []
@@ -145,7 +150,7 @@ def _empty(config: ModelConfig, dtype: str, encoder: bool) -> Packed:
     return Packed(layout, allocate(layout.w_size, DTYPES[dtype]), allocate(layout.p_size, np.float32))
 
 
-def _rows(matrix: Matrix, weight: Tensor, config: ModelConfig) -> Tensor:
+def _rows(matrix: Matrix, weight: Tensor) -> Tensor:
     """The model's tensor as (rows, columns)."""
     if matrix.source == TRANSPOSED:
         return weight.T

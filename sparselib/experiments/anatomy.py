@@ -129,7 +129,7 @@ class Measured:
 
 def formats(frame: DataFrame) -> dict[str, str]:
     """How each column of a table of this module is shown."""
-    return {column: form for column in frame for unit, form in FORMATS.items() if unit in column}
+    return {column: form for column in map(str, frame) for unit, form in FORMATS.items() if unit in column}
 
 
 # --- the parts of a token ---------------------------------------------------------------------------------------------
@@ -201,7 +201,9 @@ def draw_roofline(measured: Measured) -> Figure:
         for variant in PAIR:
             for part, marker in MARKERS.items():
                 own = points[(points["model"] == look(variant).label) & (points["part"] == part)]
-                axis.plot(own["MFLOP"] / own["MB"], own["MFLOP"] / own["ms"], marker, color=look(variant).color)
+                axis.plot(
+                    own["MFLOP"] / own["MB"], own["MFLOP"] / own["ms"], marker, color=look(variant).color, markersize=7
+                )
         axis.set(xscale="log", yscale="log", title=size, xlabel="FLOPs per byte")
     axes[0, 0].set_ylabel("GFLOP/s")
     parts = [_handle(look("limit").color, marker, part) for part, marker in list(MARKERS.items())[:-1]]
@@ -231,7 +233,7 @@ def draw_parts(measured: Measured) -> Figure:
             axis.set_yticks(range(len(PARTS)), list(PARTS))
             axis.set(title=f"{look(variant).label}\n{size}", xlabel="ms a token")
             axis.legend()
-        line[0].invert_yaxis()
+    axes[0, 0].invert_yaxis()  # and all others, which share it
     return figure
 
 
@@ -395,17 +397,20 @@ def halved(frame: DataFrame, scope: str) -> float | None:
     return first_below(frame["positions"], speedup, speedup.iloc[0] / 2)
 
 
-def draw_lengths(frame: DataFrame) -> Figure:
-    """Time of a block and speed-up against positions in the cache."""
+def draw_against(frame: DataFrame, x: str, unit: str, xlabel: str) -> Figure:
+    """Dense and sparse in ``unit``, and every speed-up of a table, against its column ``x``."""
     figure, axes = new_figure(1, 2, width=8.4, height=3.6)
     for name in PAIR:
-        axes[0].plot(frame["positions"], frame[f"{look(name).label} (ms a block)"], **look(name).line)
-    for scope, linestyle in (("block", "-"), ("token", "--")):
-        style = look(PAIR[1]).line | {"linestyle": linestyle, "label": scope}
-        axes[1].plot(frame["positions"], frame[f"speed-up, {scope}"], **style)
-    axes[0].set(xscale="log", yscale="log", xlabel="positions in the cache", ylabel="ms a block")
-    axes[1].set(xscale="log", xlabel="positions in the cache", ylabel="speed-up over dense", ylim=(0, None))
+        axes[0].plot(frame[x], frame[f"{look(name).label} ({unit})"], **look(name).line)
+    for column, linestyle in zip(frame.filter(like="speed-up"), ("-", "--"), strict=False):
+        axes[1].plot(frame[x], frame[column], **look(PAIR[1]).line | {"linestyle": linestyle, "label": column})
+    axes[1].axhline(1, color=look("dense").color, label="as fast as dense")
+    axes[0].set(yscale="log", ylabel=unit)
+    axes[1].set(ylabel="times dense", ylim=(0, None))
     for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(frame[x], [f"{tick:,}" for tick in frame[x]], rotation=45)
+        axis.set_xlabel(xlabel)
         axis.legend()
     return figure
 
@@ -454,20 +459,3 @@ def time_batches(packed: Mapping[str, Packed], timer: Timer, batches: Sequence[i
             | {"speed-up": measured.ratio(*PAIR), "units read (%)": 100 * (1 - (1 - 1 / n) ** batch)}
         )
     return DataFrame(rows)
-
-
-def draw_batches(frame: DataFrame) -> Figure:
-    """Tokens a second of dense and sparse, and their ratio, against the number of sequences."""
-    figure, axes = new_figure(1, 2, width=8.4, height=3.6)
-    for name in PAIR:
-        axes[0].plot(frame["batch"], frame[f"{look(name).label} (tokens/s)"], **look(name).line)
-    axes[1].plot(frame["batch"], frame["speed-up"], **look(PAIR[1]).line)
-    axes[1].axhline(1, color=look("dense").color, label="as fast as dense")
-    axes[0].set(yscale="log", ylabel="tokens/s, all sequences")
-    axes[1].set(ylabel="speed-up over dense", ylim=(0, None))
-    for axis in axes:
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(frame["batch"], [str(b) for b in frame["batch"]])
-        axis.set_xlabel("sequences decoded together")
-        axis.legend()
-    return figure

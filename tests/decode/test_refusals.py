@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from sparselib.decode import Engine, pack
+from sparselib.decode import Engine, pack, pack_random
 
 from ..models.build import Inputs, make
 from .engines import engine_of, near
@@ -214,3 +214,34 @@ def test_a_state_is_a_value(engine):
         engine.state().position = None
     engine.position[:] = 7
     assert engine.position.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("sequences", [[0.7], [True], ["a"], [2**70]])
+def test_sequences_are_whole_numbers(sequences):
+    engine = Engine(pack(make()), batch=2, threads=1)
+    with pytest.raises(ValueError, match="sequences"):
+        engine.step([1], sequences=sequences)
+
+
+def test_a_decoder_takes_no_mask():
+    with pytest.raises(ValueError, match="mask"):
+        Engine(pack(make()), threads=1).start(mask=[[1, 0]])
+
+
+def test_a_mask_is_made_of_zeros_and_ones():
+    engine = Engine(pack(make("encoder_decoder")), threads=1)
+    with pytest.raises(ValueError, match="mask"):
+        engine.start([[1, 2]], mask=[[1, 7]])
+
+
+def test_weights_that_are_not_finite_are_not_packed():
+    model = make()
+    model.unembedding.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"unembedding\.weight"):
+        pack(model, "int8")
+
+
+@pytest.mark.parametrize("seed", [-2, 1.5])
+def test_seeds_of_random_weights(seed):
+    with pytest.raises(ValueError, match="seed"):
+        pack_random(make().config, seed=seed)

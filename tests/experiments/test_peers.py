@@ -161,7 +161,7 @@ def test_dense_has_to_be_faster_than_every_peer_both_ways():
 def test_sparse_is_set_against_the_fastest_peer_of_all_and_of_fp32():
     found = peers.verdict([r for r in RESULTS if r.threads == 1])
     assert "llama.cpp Q4_0, takes 20.00 ms" in found["sparse"] and "5.0 times as fast" in found["sparse"]
-    assert "12.0 times as fast, 9.6 times at equal bandwidth" in found["sparse"]
+    assert "in fp32, quick fp32, takes 120.00 ms" in found["sparse"] and "12.0 times as fast" in found["sparse"]
     assert found["peers"] == "3 of 4 (slow, quick, llama.cpp)"
 
 
