@@ -215,17 +215,18 @@ def _sparse_verdict(results: Sequence[Result]) -> str:
     """
     ours = [r for r in timings(results, of_engine=True) if r.peer != NAMES["dense"]]
     peers = timings(results, of_engine=False)
-    sentences = []
+    pairs: dict[tuple[str, str], str] = {}  # once, if it is the same pair
     for of, dtypes in (("of all", tuple(BITS)), ("in fp32", ("fp32",))):
         sparse = fastest([r for r in ours if r.dtype in dtypes])
         peer = fastest([r for r in peers if r.dtype in dtypes])
         if sparse and peer:
-            sentences.append(
+            sentence = (
                 f"The fastest peer {of}, {name_of(peer)}, takes {peer.timing.ms_median:.2f} ms a token, and the "
                 f"fastest sparse engine, {name_of(sparse)}, {sparse.timing.ms_median:.2f} ms: it is "
                 f"{ratio(peer, sparse):.1f} times as fast."
             )
-    return " ".join(sentences) or "No peer was run beside the sparse engine."
+            pairs.setdefault((name_of(peer), name_of(sparse)), sentence)
+    return " ".join(pairs.values()) or "No peer was run beside the sparse engine."
 
 
 def draw_times(results: Sequence[Result]) -> Figure:

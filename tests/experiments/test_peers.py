@@ -165,6 +165,11 @@ def test_sparse_is_set_against_the_fastest_peer_of_all_and_of_fp32():
     assert found["peers"] == "3 of 4 (slow, quick, llama.cpp)"
 
 
+def test_one_pair_is_told_once():
+    found = peers.verdict([row(SPARSE, "fp32", 10), row("a", "fp32", 30)])
+    assert found["sparse"].count("times as fast") == 1 and "3.0 times" in found["sparse"]
+
+
 def test_without_peers_nothing_is_claimed(timed):
     for results in (timed, [*timed, NotRun("llama.cpp", "F16", 1, "llama_cpp is not installed")]):
         found = peers.verdict(results)
