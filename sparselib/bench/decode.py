@@ -1,8 +1,7 @@
-"""How fast the engine decodes: dense and sparse variants side by side, against the limit of the machine.
+"""The decode benchmark: every variant of a preset, a token at a time, against the limit of the machine.
 
-The speed of memory drifts by tens of percent within minutes. So engines that are compared are all in memory at once,
-and take turns: in every round each of them decodes a few tokens, with a look at the bandwidth before and after. A model
-that does not fit is measured as an engine with one block, and its time is derived: blocks x (one block) + the rest.
+Variants that fit in memory together are timed in turns (rounds.py). A model that does not fit is measured as an engine
+with one block, and its time is derived: blocks x (one block) + the rest.
 """
 
 from __future__ import annotations
@@ -10,215 +9,35 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-import psutil
 
 from .. import __version__
 from ..checks import require, require_choice, require_size
 from ..config import VARIANTS, ModelConfig, model_parts, preset
 from ..decode import DTYPES, Engine, Packed, pack_random
-from ..decode.engine import CHUNK
 from ..decode.layout import Layout
-from ..decode.program import Program
 from .machine import last_level_cache, load, machine
 from .roofline import Limit, Reader, Roofline, Scope, limit, peak_gflops, usable_threads
+from .rounds import (
+    CONTEXT,
+    SOURCE_LENGTH,
+    WARMUP,
+    Rounds,
+    engine_bytes,
+    figures,
+    free_room,
+    side_by_side,
+    silent,
+    time_in_rounds,
+)
 
-CONTEXT = 32  # positions in the cache before the first token
-WARMUP = 2  # tokens not counted at the beginning of every turn
-SOURCE_LENGTH = 16  # as the reference code times it
-SPARE = 2_000_000_000  # bytes that a benchmark leaves to the machine
 SCOPES: tuple[Scope, ...] = ("block", "model")
 FEWER = ("dense", "ff_qkv", "ff_qkv_loss")  # variants timed by default in bf16 and int8
 BUILT_A_SECOND = 1e9  # weights, for the estimate of the time left only
-
-
-def _silent(*_: Any) -> None:
-    """No progress shown."""
-
-
-# --- rounds -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Times of one engine in milliseconds, (rounds, tokens): of a token, of a mean block, of each part of the model."""
-
-    token: np.ndarray
-    block: np.ndarray
-    parts: Mapping[str, np.ndarray]
-
-    def of(self, scope: Scope) -> np.ndarray:
-        return self.block if scope == "block" else self.token
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """What :func:`time_in_rounds` measured: samples by engine, bandwidth (rounds,), mean positions attended to."""
-
-    samples: Mapping[str, Samples]
-    read_gb_s: np.ndarray
-    context: int
-
-    def ratio(self, slow: str, fast: str, scope: Scope = "model") -> float:
-        """Speed-up: the median over rounds of the ratio of the two engines' medians in a round."""
-        medians = [np.median(self.samples[name].of(scope), axis=1) for name in (slow, fast)]
-        return float(np.median(medians[0] / medians[1]))
-
-    def whole(self, n_layers: int) -> Rounds:
-        """The same with the tokens of engines of one block made those of ``n_layers``: the rest, and so many blocks."""
-        samples = {
-            name: replace(s, token=s.token + (n_layers - 1) * s.block, parts={}) for name, s in self.samples.items()
-        }
-        return replace(self, samples=samples)
-
-
-def time_in_rounds(
-    engines: Mapping[str, Engine],
-    tokens: int,
-    rounds: int,
-    *,
-    context: int = CONTEXT,
-    warmup: int = WARMUP,
-    seed: int = 0,
-    reader: Reader | None = None,
-    progress: Callable[[str], Any] = _silent,
-) -> Rounds:
-    """Time ``tokens`` tokens of every engine in each of ``rounds`` rounds, the engines in turn.
-
-    All tokens are random and new, so that new rows are read for each. A turn begins at ``context`` positions, with
-    ``warmup`` tokens that are not counted. An encoder-decoder gets a random source of ``source_len`` tokens, or random
-    vectors where its encoder was left out. ``reader`` looks at the bandwidth (default: one of the first engine's
-    threads), ``progress`` is told the engine's name after every token, outside the times.
-    Errors: ValueError for no engines, bad counts, or more positions than an engine's ``max_len``.
-    """
-    require(len(engines) > 0, "engines", dict(engines), "at least one")
-    for name, value, least in (("tokens", tokens, 1), ("rounds", rounds, 1), ("context", context, 0)):
-        require_size(name, value, least)
-    require_size("warmup", warmup, 0)
-    for name, engine in engines.items():
-        positions = context + warmup + tokens
-        require(
-            positions <= engine.max_len, "context + warmup + tokens", positions, f"at most {name}'s {engine.max_len}"
-        )
-    reader = reader or Reader(next(iter(engines.values())).threads)
-    generator = np.random.default_rng(seed)
-    for engine in engines.values():
-        _begin(engine, context, generator)
-    taken: dict[str, list[np.ndarray]] = {name: [] for name in engines}
-    read = [reader.now()]
-    for _ in range(rounds):
-        for name, engine in engines.items():
-            engine.rewind(context)
-            taken[name].append(_turn(engine, name, tokens, warmup, generator, progress))
-        read.append(reader.now())
-    samples = {name: _samples(np.array(turns), engines[name]) for name, turns in taken.items()}
-    between = (np.array(read[1:]) + np.array(read[:-1])) / 2
-    return Rounds(samples, between, context + warmup + (tokens + 1) // 2)
-
-
-def _begin(engine: Engine, context: int, generator: np.random.Generator) -> None:
-    """Read a source, if there is one, and ``context`` tokens."""
-    config, batch = engine.config, engine.batch
-    if not config.is_encoder_decoder:
-        engine.start()
-    elif engine.packed.layout.encoder:
-        engine.start(generator.integers(config.vocab_size, size=(batch, engine.source_len)))
-    else:
-        shape = (batch, engine.source_len, config.d_model)
-        engine.start(memory=generator.standard_normal(shape, np.float32))
-    if context:
-        engine.prefill(generator.integers(config.vocab_size, size=(batch, context)))
-
-
-def _turn(
-    engine: Engine,
-    name: str,
-    tokens: int,
-    warmup: int,
-    generator: np.random.Generator,
-    progress: Callable[[str], Any],
-) -> np.ndarray:
-    """(tokens, 2 + parts): ms of the token, of a block and of each part."""
-    times = []
-    for token in generator.integers(engine.config.vocab_size, size=(warmup + tokens, engine.batch)):
-        engine.clear_clock()
-        start = time.perf_counter()
-        engine.step(token)
-        ms = 1e3 * (time.perf_counter() - start)
-        times.append([ms, ms * engine.share_of_a_block(), *(ms * share for share in engine.shares().values())])
-        progress(name)
-    return np.array(times[warmup:])
-
-
-def _samples(times: np.ndarray, engine: Engine) -> Samples:
-    parts = {name: times[:, :, 2 + i] for i, name in enumerate(engine.shares())}
-    return Samples(times[:, :, 0], times[:, :, 1], parts)
-
-
-def figures(times: np.ndarray, least: Limit) -> dict[str, float | int]:
-    """Median, quartiles, bytes and share of the limit of one row; ``times`` in ms, of any shape."""
-    q1, median, q3 = (float(q) for q in np.quantile(times, (0.25, 0.5, 0.75)))
-    return {
-        "ms_median": median,
-        "ms_q1": q1,
-        "ms_q3": q3,
-        "ms_min": float(times.min()),
-        "n": int(times.size),
-        "bytes": least.bytes,
-        "flops": least.flops,
-        "gb_s": least.bytes / median / 1e6,
-        "limit_ms": least.ms,
-        "limit_fraction": least.ms / median,
-    }
-
-
-# --- what fits in memory ----------------------------------------------------------------------------------------------
-
-
-def engine_bytes(config: ModelConfig, dtype: str, max_len: int, threads: int) -> int:
-    """Memory of an engine without encoder: weights, cache and buffers."""
-    layout, cross = Layout(config, dtype, encoder=False), config.is_encoder_decoder
-    program = Program(layout, 1, max_len, SOURCE_LENGTH * cross, CHUNK, threads)
-    return layout.w_size * DTYPES[dtype].itemsize + 4 * (layout.p_size + program.size)
-
-
-def check_length(tokens: int, context: int, config: ModelConfig | None) -> None:
-    """Errors: ValueError unless there is room for ``tokens`` after ``context`` and the warm-up."""
-    require_size("tokens", tokens)
-    require_size("context", context, 0)
-    positions, longest = context + WARMUP + tokens, config.max_len if config else None
-    require(
-        longest is None or positions <= longest, "context + warmup + tokens", positions, f"at most max_len = {longest}"
-    )
-
-
-def free_room() -> int:
-    """Bytes that a benchmark may take now."""
-    return psutil.virtual_memory().available - SPARE
-
-
-def side_by_side(sizes: Mapping[str, int], room: int) -> list[tuple[str, ...]]:
-    """Groups that fit in ``room`` bytes, each with the first name in it so that all are compared with the same.
-
-    A name that fits beside nothing is alone in its group; what does not fit at all is in none.
-    """
-
-    def fit(*names: str) -> bool:
-        return sum(sizes[name] for name in names) <= room
-
-    fitting = [name for name in sizes if fit(name)]
-    groups: list[tuple[str, ...]] = []
-    for name in fitting:
-        first = fitting[0]
-        if groups and first in groups[-1] and fit(*groups[-1], name):
-            groups[-1] += (name,)
-        else:
-            groups.append((first, name) if name != first and fit(first, name) else (name,))
-    return groups
 
 
 @dataclass(frozen=True)
@@ -396,7 +215,7 @@ def bench_decode(
     tokens: int = 8,
     rounds: int = 10,
     seed: int = 0,
-    progress: Callable[[str, float], Any] = _silent,
+    progress: Callable[[str, float], Any] = silent,
 ) -> dict[str, Any]:
     """Time the variants of a preset's decoder, block and whole model, at batch 1 with random weights.
 
@@ -428,6 +247,7 @@ def bench_decode(
         chosen = variants or (VARIANTS if dtype == "fp32" else FEWER)
         groups += bench.plan(dtype, [v for v in VARIANTS if v in chosen])
     bench.run(groups)
+    progress("done", 1.0)
     here = machine() | {"threads": threads, "read_gb_s": reader.highest, "peak_gflops": bench.peak}
     return {
         "machine": here,
@@ -455,6 +275,16 @@ def as_csv(result: Mapping[str, Any]) -> str:
     return frame.to_csv(index=False, lineterminator="\n")
 
 
+def check_length(tokens: int, context: int, config: ModelConfig | None) -> None:
+    """Errors: ValueError unless there is room for ``tokens`` after ``context`` and the warm-up."""
+    require_size("tokens", tokens)
+    require_size("context", context, 0)
+    positions, longest = context + WARMUP + tokens, config.max_len if config else None
+    require(
+        longest is None or positions <= longest, "context + warmup + tokens", positions, f"at most max_len = {longest}"
+    )
+
+
 def count_weights(packed: Packed) -> int:
     """The model's weights that were packed: without the encoder's where it was left out."""
     parts = model_parts(packed.config)
@@ -468,7 +298,7 @@ def decode_once(
     *,
     context: int = CONTEXT,
     seed: int = 0,
-    progress: Callable[[str], Any] = _silent,
+    progress: Callable[[str], Any] = silent,
 ) -> dict[str, float | int]:
     """Decode ``tokens`` random tokens after ``context`` of them, with the reader's threads.
 

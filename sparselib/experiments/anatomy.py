@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pandas import DataFrame
 
-from ..bench.decode import CONTEXT, WARMUP, Rounds, engine_bytes, figures, free_room, time_in_rounds
 from ..bench.machine import last_level_cache
 from ..bench.roofline import Reader, Roofline, limit, peak_gflops
+from ..bench.rounds import CONTEXT, WARMUP, Rounds, engine_bytes, figures, free_room, time_in_rounds
 from ..checks import require
 from ..config import ModelConfig, Part, PartCost, decode_cost, model_parts, preset
 from ..decode import DTYPES, Engine, Packed, pack_random

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pandas import DataFrame
 
-from ..bench.decode import Rounds, engine_bytes, figures, free_room, time_in_rounds
 from ..bench.roofline import Reader, Roofline, Scope, limit, peak_gflops, usable_threads
+from ..bench.rounds import CONTEXT, SOURCE_LENGTH, WARMUP, Rounds, engine_bytes, figures, free_room, time_in_rounds
 from ..config import VARIANTS, ModelConfig, preset
 from ..decode import Engine, pack_random
 from ..results.figures import look, new_figure
@@ -20,7 +20,6 @@ from ..results.paper import TABLE_2, DecodeTime, PaperTable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SOURCE_LENGTH = 16  # tokens, as the paper's code times it
 FORMATS = {
     "paper (ms)": "{:,.1f}",
     "here (ms)": "{:,.2f}",
@@ -141,7 +140,7 @@ def time_configs(
     seed: int = 0,
 ) -> tuple[Rounds, Roofline]:
     """Decode with random weights of every config in turn. Errors: MemoryError, with the numbers, if they do not fit."""
-    max_len = 34 + tokens
+    max_len = CONTEXT + WARMUP + tokens
     reader = Reader(threads or usable_threads())
     needed = sum(engine_bytes(config, dtype, max_len, reader.threads) for config in configs.values())
     if needed > free_room():
@@ -157,7 +156,7 @@ def time_configs(
         )
         for name, config in configs.items()
     }
-    measured = time_in_rounds(engines, tokens, rounds, context=32, seed=seed, reader=reader)
+    measured = time_in_rounds(engines, tokens, rounds, seed=seed, reader=reader)
     for engine in engines.values():
         engine.close()
     del engines

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparselib.bench import decode, roofline
-from sparselib.bench.decode import Rounds, Samples, as_csv, bench_decode, decode_once, side_by_side, time_in_rounds
+from sparselib.bench.decode import as_csv, bench_decode, decode_once
 from sparselib.bench.machine import last_level_cache
 from sparselib.bench.roofline import GRAIN, Reader, Roofline, limit
+from sparselib.bench.rounds import Rounds, Samples, side_by_side, time_in_rounds
 from sparselib.config import VARIANTS, count_parameters, preset
 from sparselib.decode import Engine, pack_random
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas import DataFrame
 
-from sparselib.bench.decode import Rounds, Samples
 from sparselib.bench.roofline import GRAIN, Reader, Roofline, limit
+from sparselib.bench.rounds import Rounds, Samples
 from sparselib.config import decode_cost, preset
 from sparselib.decode.program import PARTS
 from sparselib.experiments import anatomy

@@ -21,7 +21,7 @@ SPECIAL = ("<pad>", "</s>", "<unk>")
 def _model(config: ModelConfig) -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    settings = T5Config(
+    fields: dict[str, Any] = dict(
         vocab_size=config.vocab_size,
         d_model=config.d_model,
         d_kv=config.d_model // config.n_heads,
@@ -33,7 +33,7 @@ def _model(config: ModelConfig) -> Any:
         feed_forward_proj="relu",
         tie_word_embeddings=False,
     )
-    return with_random_weights(lambda: T5ForConditionalGeneration(settings))
+    return with_random_weights(lambda: T5ForConditionalGeneration(T5Config(**fields)))
 
 
 def weights_read(config: ModelConfig) -> tuple[int, int, int]:
