@@ -24,10 +24,10 @@ from numba import njit
 
 from ..checks import require, require_choice, require_size
 from ..config import ModelConfig, decode_cost
-from ..decode.kernels import C_SIZE
 from ..decode.layout import GROUP, PANEL
 from ..decode.memory import allocate
 from ..decode.pack import DTYPES
+from ..decode.products import C_SIZE
 from ..decode.simd import address_of, tile_tx1
 from .machine import last_level_cache
 

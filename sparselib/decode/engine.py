@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..checks import require, require_size
-from . import kernels
+from . import kernels, operations
 from .memory import allocate, require_memory
 from .pack import Packed
 from .program import PARTS, Cache, Program, units_of_a_thread
@@ -231,11 +231,11 @@ class Engine:
         Each sees the keys up to its own, and at least the first ``visible``.
         """
         rows = self._rows[: tokens.size].reshape(tokens.shape[1], len(slots), 5)
-        rows[:, :, kernels.TOKEN] = tokens.T
-        rows[:, :, kernels.SLOT] = slots
-        rows[:, :, kernels.POSITION] = position + np.arange(tokens.shape[1])[:, None]
-        rows[:, :, kernels.VISIBLE] = np.maximum(rows[:, :, kernels.POSITION] + 1, visible)
-        rows[:, :, kernels.SOURCE] = self._source[slots]
+        rows[:, :, operations.TOKEN] = tokens.T
+        rows[:, :, operations.SLOT] = slots
+        rows[:, :, operations.POSITION] = position + np.arange(tokens.shape[1])[:, None]
+        rows[:, :, operations.VISIBLE] = np.maximum(rows[:, :, operations.POSITION] + 1, visible)
+        rows[:, :, operations.SOURCE] = self._source[slots]
 
     def _read_source(self, source: np.ndarray, slot: int) -> None:
         """Keys and values of one sequence's tokens (T,), or of its encoder's output (T, d_model)."""
@@ -247,7 +247,7 @@ class Engine:
         else:
             self._set_rows(np.zeros((1, n), np.int64), zero, zero)
             self._buffer(self.program.z, n, self.config.d_model)[:] = source
-        self._rows[:n, kernels.SLOT] = slot
+        self._rows[:n, operations.SLOT] = slot
         self._team.run(self.program.remember, n, n)
 
     def _buffer(self, offset: int, lines: int, line: int) -> np.ndarray:

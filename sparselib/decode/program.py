@@ -14,8 +14,22 @@ from typing import Any
 import numpy as np
 
 from ..config import ModelConfig
-from . import kernels as ops
-from .layout import ALIGN, GROUP, Conv, Dense, Layout, Mult, Shape, attention_shapes, cross_shapes, unembedding_shape
+from . import operations as ops
+from .layout import (
+    ALIGN,
+    GROUP,
+    PANEL,
+    Conv,
+    Dense,
+    Layout,
+    Mult,
+    Shape,
+    attention_shapes,
+    cross_shapes,
+    unembedding_shape,
+)
+from .products import C_SIZE, K_BLOCK
+from .simd import TILE
 
 PARTS = (
     "embedding",
@@ -128,7 +142,7 @@ class Program:
         self._hidden = self._take(lines * f)  # hidden units, or the controller's logits
         self._summed = self._take(threads * rows * d)
         self._line = self._take(threads * d)
-        self._tile = self._take(threads * 2 * ops.C_SIZE)
+        self._tile = self._take(threads * 2 * C_SIZE)
         self._scores = self._take(config.n_heads * max(self.max_len, self.source_len))
         mults = [s for s in self._shapes() if isinstance(s, Mult)]
         self._gated_line = max((gated_size(s) for s in mults), default=0)
@@ -160,11 +174,11 @@ class Program:
         for op in reversed(self._ops):
             op |= following
             if op["code"] in (ops.LINEAR, ops.CONV):
-                panel = op["k"] * ops.PANEL * op.get("length", 1) * op.get("width", 1)
-                panels = -(-op["o"] // ops.PANEL)
+                panel = op["k"] * PANEL * op.get("length", 1) * op.get("width", 1)
+                panels = -(-op["o"] // PANEL)
                 following = dict(next=op["w"], next_step=panels // self.threads * panel)
             elif op["code"] == ops.MULT:
-                following = dict(next=op["w"], next_step=op["k"] // self.threads * ops.PANEL)
+                following = dict(next=op["w"], next_step=op["k"] // self.threads * PANEL)
 
     _last = 0
 
@@ -356,7 +370,7 @@ class Program:
 
 def gated_size(shape: Mult) -> int:
     """Floats of gated inputs that a thread holds at a time."""
-    inputs = shape.d_in if shape.s <= GROUP else ops.K_BLOCK
+    inputs = shape.d_in if shape.s <= GROUP else K_BLOCK
     return -(-shape.s // GROUP) * GROUP * inputs + ALIGN
 
 
@@ -364,7 +378,7 @@ def sums_size(shape: Mult) -> int:
     """Floats of a thread's sums over its share of the inputs, all outputs in whole tiles."""
     if shape.s <= GROUP:
         return 0
-    return -(-shape.s // ops.TILE) * -(-shape.d_out // shape.s // ops.PANEL) * ops.C_SIZE
+    return -(-shape.s // TILE) * -(-shape.d_out // shape.s // PANEL) * C_SIZE
 
 
 def units_of_a_thread(config: ModelConfig, threads: int) -> int:

@@ -13,13 +13,22 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .layout import GROUP, PANEL
 
 TILE = 8 if llvm.get_host_cpu_features().get("avx512f") else 4  # rows whose sums fit in the registers
+MATH = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
+
+
+def kernel(function: Callable) -> Any:
+    """Compile without the GIL, cached on disk wherever a folder can be written to, else in every process."""
+    try:
+        return njit(nogil=True, fastmath=MATH, cache=True)(function)
+    except RuntimeError:  # "no locator available": neither the package's folder nor the user's can be written to
+        return njit(nogil=True, fastmath=MATH)(function)
 
 
 def _data(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sparselib
-from sparselib.decode import kernels
+from sparselib.decode import simd
 
 PACKAGE = Path(sparselib.__file__).parent
 USE_A_KERNEL = """
@@ -66,7 +66,7 @@ def test_kernels_are_cached_where_a_folder_can_be_written(tmp_path):
 @pytest.mark.parametrize("message", ["cannot cache function", "no locator available"])
 def test_a_kernel_without_cache_is_compiled_all_the_same(monkeypatch, message):
     cached = []
-    original = kernels.njit
+    original = simd.njit
 
     def njit(**options):
         cached.append(options.get("cache", False))
@@ -74,8 +74,8 @@ def test_a_kernel_without_cache_is_compiled_all_the_same(monkeypatch, message):
             raise RuntimeError(message)
         return original(**options)
 
-    monkeypatch.setattr(kernels, "njit", njit)
-    assert kernels.kernel(lambda x: x + 1)(2) == 3 and cached == [True, False]
+    monkeypatch.setattr(simd, "njit", njit)
+    assert simd.kernel(lambda x: x + 1)(2) == 3 and cached == [True, False]
 
 
 def test_one_numba_thread_is_enough():

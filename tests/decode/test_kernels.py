@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparselib.decode import kernels, simd
+from sparselib.decode import kernels, products, simd
 
 
-def test_numba_compiles_again_when_simd_changes():
-    """numba's cache sees that kernels.py changed, not that simd.py did: so the one has to change with the other."""
-    digest = hashlib.sha256(Path(simd.__file__).read_bytes()).hexdigest()
-    assert digest[:12] == kernels.SIMD, f'write SIMD = "{digest[:12]}" in kernels.py'
+@pytest.mark.parametrize(("module", "built_on"), [(products, [simd]), (kernels, [simd, products])])
+def test_numba_compiles_again_when_what_a_file_is_built_on_changes(module, built_on):
+    """numba's cache sees that a kernel's own file changed, not the files of kernels that it calls."""
+    digest = hashlib.sha256(b"".join(Path(part.__file__).read_bytes() for part in built_on)).hexdigest()[:12]
+    assert digest == module.BUILT_ON, f'write BUILT_ON = "{digest}" in {Path(module.__file__).name}'
 
 
 @given(st.lists(st.floats(-200, 0, width=32), min_size=1, max_size=50))
