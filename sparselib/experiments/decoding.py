@@ -245,3 +245,53 @@ def loss_table(configs: Mapping[str, ModelConfig], measured: Rounds, roofline: R
 
 def _limit(config: ModelConfig, measured: Rounds, roofline: Roofline) -> Any:
     return limit(config, "fp32", roofline, context=measured.context, source_length=SOURCE_LENGTH)
+
+
+# --- what the limits allow --------------------------------------------------------------------------------------------
+
+# What is compared with dense: the variant, block or whole model, and how it is drawn.
+COMPARED: dict[str, tuple[str, Scope, str]] = {
+    "FF+QKV, block": ("ff_qkv", "block", "--"),
+    "FF+QKV, whole model": ("ff_qkv", "model", "-"),
+    "FF+QKV+loss, whole model": ("ff_qkv_loss", "model", "-"),
+}
+
+
+def allowed(name: str, peak_gflops: float, bandwidths: Sequence[float], context: int) -> DataFrame:
+    """The speed-up over dense that the limits alone give, in fp32, if memory were read at each of ``bandwidths``."""
+    rows = []
+    for bandwidth in bandwidths:
+        roofline = Roofline(1, bandwidth, peak_gflops)
+        row: dict[str, float] = {"GB/s": bandwidth}
+        for label, (variant, scope, _) in COMPARED.items():
+            dense, sparse = (
+                limit(preset(name, v), "fp32", roofline, context=context, source_length=SOURCE_LENGTH, scope=scope).ms
+                for v in ("dense", variant)
+            )
+            row[label] = dense / sparse
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def draw_allowed(frame: DataFrame, result: Mapping[str, Any], paper_bandwidth: tuple[float, float]) -> Figure:
+    """Lines of :func:`allowed`, what was measured as points, and the band of the bandwidth that the paper had."""
+    figure, axis = new_figure()
+    axis.axvspan(*paper_bandwidth, color=look("paper").color, alpha=0.3, label="the paper's memory")
+    for label, (variant, scope, linestyle) in COMPARED.items():
+        row, style = rows_of(result, "fp32", scope)[variant], look(variant)
+        axis.plot(frame["GB/s"], frame[label], color=style.color, linestyle=linestyle, label=label)
+        marker = style.marker if scope == "model" else "o"
+        axis.plot(row["read_gb_s"], row["speedup"], color=style.color, marker=marker, linestyle="")
+    axis.set(xlabel="read bandwidth (GB/s)", ylabel="speed-up over dense", ylim=(0, None))
+    axis.legend(title="what the limits allow (points: measured)")
+    return figure
+
+
+def verdict(pairs: Sequence[tuple[float, float]]) -> str:
+    """In the book's words, of speed-ups measured and printed: (here, paper) each."""
+    reached = sum(here >= theirs for here, theirs in pairs)
+    if reached == len(pairs):
+        return "reproduced, and exceeded"
+    if all(here > 1 for here, _ in pairs):
+        return f"partly reproduced: sparse is faster throughout, {reached} of {len(pairs)} speed-ups are the paper's"
+    return "not reproduced"

@@ -78,3 +78,18 @@ def test_models_that_do_not_fit_are_refused_with_numbers(monkeypatch):
     monkeypatch.setattr(decoding, "free_room", lambda: 1000)
     with pytest.raises(MemoryError, match=r"3 models side by side need 0\.\d GB"):
         decoding.time_configs(decoding.loss_configs("smoke", (1, 2, 4)), tokens=2, rounds=2, threads=1)
+
+
+def test_faster_memory_allows_less(result):
+    frame = decoding.allowed("paper_17b", 200.0, [10, 20, 40], context=32)
+    for label in decoding.COMPARED:
+        assert frame[label].is_monotonic_decreasing
+    assert len(decoding.draw_allowed(frame, result, (18.0, 20.0)).axes[0].lines) == 2 * len(decoding.COMPARED)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "word"),
+    [([(3, 2), (5, 5)], "reproduced, and"), ([(3, 2), (4, 5)], "1 of 2"), ([(3, 2), (0.9, 5)], "not reproduced")],
+)
+def test_verdicts(pairs, word):
+    assert word in decoding.verdict(pairs)
