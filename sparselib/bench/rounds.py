@@ -57,6 +57,12 @@ class Rounds:
         medians = [np.median(self.samples[name].of(scope), axis=1) for name in (slow, fast)]
         return float(np.median(medians[0] / medians[1]))
 
+    def spread(self) -> float:
+        """How far apart the quartiles of a token's and a block's times are, over the median; the worst of all."""
+        times = [t for s in self.samples.values() for t in (s.token, s.block)]
+        quartiles = [np.quantile(t, (0.25, 0.5, 0.75)) for t in times]
+        return max(float((q3 - q1) / median) for q1, median, q3 in quartiles)
+
     def whole(self, n_layers: int) -> Rounds:
         """The same with the tokens of engines of one block made those of ``n_layers``: the rest, and so many blocks."""
         samples = {

@@ -365,3 +365,20 @@ def test_weights_without_the_encoder_are_a_decoders():
 def test_decode_once_refuses_more_tokens_than_positions():
     with pytest.raises(ValueError, match=r"^context \+ warmup \+ tokens = 66: must be at most max_len = 64"):
         decode_once(pack_random(preset("smoke")), 32, Reader(THREADS))
+
+
+def test_times_that_scatter_are_taken_again_and_the_steadiest_are_kept(monkeypatch):
+    """Chosen by their spread, not by their speed: the second of three, although the last is faster."""
+    spreads, seeds = iter([0.9, 0.3, 0.5]), []
+
+    def times(engines, tokens, rounds, *, seed, **_):
+        seeds.append(seed)
+        spread, base = next(spreads), 10.0 - len(seeds)
+        token = base * (1 + spread * np.tile([-1.0, 0, 1], (rounds, tokens)))
+        samples = {name: Samples(token, token / 2, {}) for name in engines}
+        return Rounds(samples, np.full(rounds, 10.0), 36)
+
+    monkeypatch.setattr(decode, "time_in_rounds", times)
+    result = bench_decode("smoke", threads=THREADS, dtypes=["fp32"], variants=["dense"], tokens=2, rounds=2, seed=5)
+    assert seeds == [5, 6, 7]
+    assert [row["ms_median"] for row in result["rows"]] == [4.0, 8.0]
