@@ -86,7 +86,7 @@ def draw_speedups(frames: Mapping[str, DataFrame]) -> Figure:
         )
         for bars in (theirs, ours):
             axis.bar_label(bars, [f"{bar.get_height():.1f}" if bar.get_height() else "" for bar in bars], fontsize=8)
-        axis.set_xticks(places, [v.replace("sparse ", "").replace("+", "\n+", 1) for v in frame["variant"]])
+        axis.set_xticks(places, [v.replace("sparse ", "").replace("+", "\n+") for v in frame["variant"]])
         axis.set(title=title, ylabel="speed-up over dense (grey: paper)")
         axis.margins(y=0.15)
     return figure
@@ -104,7 +104,7 @@ def draw_times(result: Mapping[str, Any], dtype: str, scopes: Mapping[Scope, str
             axis.hlines(
                 row["limit_ms"], place - 0.4, place + 0.4, color=look("limit").color, linestyle="--", label=label
             )
-        names = [look(v).label.replace("sparse ", "").replace("+", "\n+", 1) for v in rows]
+        names = [look(v).label.replace("sparse ", "").replace("+", "\n+") for v in rows]
         axis.set_xticks(range(len(rows)), names)
         axis.set(title=title, ylabel="ms (median, quartiles)", yscale="log")
         axis.legend()
