@@ -192,7 +192,8 @@ def bench_machine() -> None:
     from rich.table import Table
 
     from .bench.machine import load, machine
-    from .bench.roofline import Roofline, usable_threads
+    from .bench.roofline import Roofline
+    from .decode.engine import usable_threads
 
     most = usable_threads()
     table = Table(title=f"{machine()['cpu']}, load {load():.1f}")
@@ -307,10 +308,11 @@ def decode(
 ) -> None:
     """Decode random tokens with random weights, made straight in their dtype: speed, share of the limit, memory."""
     from .bench import decode as bench
-    from .bench.roofline import Reader, usable_threads
+    from .bench.roofline import Reader
     from .checks import require, require_choice
     from .config import preset as preset_of
     from .decode import DTYPES, Packed, pack_random
+    from .decode.engine import usable_threads
     from .decode.layout import Layout
     from .decode.memory import require_memory
 

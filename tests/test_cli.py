@@ -13,6 +13,7 @@ from sparselib.bench import roofline
 from sparselib.cli import app
 from sparselib.config import PRESETS, VARIANTS, count_parameters, decode_cost, preset
 from sparselib.decode import memory, pack_random
+from sparselib.decode.engine import usable_threads
 
 
 def call(*arguments):
@@ -163,7 +164,7 @@ def test_bench_machine_shows_every_number_of_threads(little_memory):
     assert result.exit_code == 0, result.output
     rows = [line.strip("│").split("│") for line in result.output.splitlines() if line.startswith("│")]
     threads = [int(row[0]) for row in rows]
-    assert threads[0] == 1 and threads[-1] == roofline.usable_threads()
+    assert threads[0] == 1 and threads[-1] == usable_threads()
     assert all(float(row[1]) > 0 and float(row[2]) > 0 for row in rows)
 
 

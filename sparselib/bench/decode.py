@@ -19,9 +19,10 @@ from .. import __version__
 from ..checks import require, require_choice, require_size
 from ..config import VARIANTS, ModelConfig, model_parts, preset
 from ..decode import DTYPES, Engine, Packed, pack_random
+from ..decode.engine import usable_threads
 from ..decode.layout import Layout
 from .machine import last_level_cache, load, machine
-from .roofline import Limit, Reader, Roofline, Scope, limit, peak_gflops, usable_threads
+from .roofline import Limit, Reader, Roofline, Scope, limit, peak_gflops
 from .rounds import (
     CONTEXT,
     SOURCE_LENGTH,

@@ -9,7 +9,6 @@ memory in 2 MiB pages is read faster than in small ones.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,11 +40,6 @@ TILES = 2**15  # tiles a pass: INNER x TILES = 2^23 ones are still counted exact
 OUTSIDE_BLOCKS = ("embedding", "positions", "unembedding")
 
 Scope = Literal["model", "block"]
-
-
-def usable_threads() -> int:
-    """Hardware threads that this process may use: the engine's default."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _require_threads(threads: int) -> None:

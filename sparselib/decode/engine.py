@@ -24,6 +24,11 @@ from .program import PARTS, Cache, Program, units_of_a_thread
 CHUNK = 32  # positions of a prompt worked on at a time
 
 
+def usable_threads() -> int:
+    """Hardware threads that this process may use: the engine's default."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True)
 class State:
     """A copy of what an engine remembered: positions (B,), source lengths (B,) and the lines of its caches."""
@@ -56,7 +61,7 @@ class Engine:
         longest = self.config.max_len
         self.max_len = longest if max_len is None else max_len
         self.source_len = self.max_len if source_len is None else source_len
-        self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        self.threads = usable_threads() if threads is None else threads
         for name, value in (("batch", batch), ("threads", self.threads)):
             require_size(name, value)
         for name, value in (("max_len", self.max_len), ("source_len", self.source_len)):
@@ -68,6 +73,7 @@ class Engine:
         self.program = Program(packed.layout, batch, self.max_len, self.source_len * cross, rows, self.threads)
         require_memory(4 * self.program.size, f"an engine with batch {batch} and max_len {self.max_len}")
         self._m = allocate(self.program.size, np.float32)
+        self._m.fill(0)  # now, so that no token waits for the system to make a page
         self._rows = np.zeros((rows, 5), np.int64)
         self._everyone = np.arange(batch)
         self._position = np.zeros(batch, np.int64)

@@ -20,14 +20,11 @@ def require_memory(bytes: int, what: str) -> None:
 
 
 def allocate(size: int, dtype: DTypeLike) -> np.ndarray:
-    """``size`` zeros, all of their pages there, of 2 MiB where the system can: weights picked row by row then cost
-    fewer look-ups of addresses, and no token pays for the system making a page."""
+    """``size`` zeros, on pages of 2 MiB where the system can: weights picked row by row then cost fewer look-ups of
+    addresses. The system makes a page when it is first written, which takes its time."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        array = np.empty(size, dtype)
-    else:
-        area = mmap.mmap(-1, max(size * np.dtype(dtype).itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a system without large pages
-            area.madvise(mmap.MADV_HUGEPAGE)
-        array = np.frombuffer(area, dtype, size)
-    array.fill(0)
-    return array
+        return np.zeros(size, dtype)
+    area = mmap.mmap(-1, max(size * np.dtype(dtype).itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without large pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(area, dtype, size)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pandas import DataFrame
 
-from ..bench.roofline import Reader, Roofline, Scope, limit, peak_gflops, usable_threads
+from ..bench.roofline import Reader, Roofline, Scope, limit, peak_gflops
 from ..bench.rounds import CONTEXT, SOURCE_LENGTH, WARMUP, Rounds, engine_bytes, figures, free_room, time_in_rounds
 from ..config import VARIANTS, ModelConfig, preset
 from ..decode import Engine, pack_random
+from ..decode.engine import usable_threads
 from ..results.figures import look, new_figure
 from ..results.paper import TABLE_2, DecodeTime, PaperTable
 

@@ -18,11 +18,12 @@ from .. import __version__
 from ..bench.peers import NotRun, PeerTiming
 from ..bench.peers.base import SOURCE_LENGTH, shape_of, weights_read
 from ..bench.protocol import Timing
-from ..bench.roofline import Reader, usable_threads
+from ..bench.roofline import Reader
 from ..bench.rounds import WARMUP, Samples, engine_bytes, free_room, time_in_rounds
 from ..checks import require_size
 from ..config import ModelConfig
 from ..decode import DTYPES, Engine, pack_random
+from ..decode.engine import usable_threads
 from ..results.figures import GREY, look, new_figure
 
 if TYPE_CHECKING:

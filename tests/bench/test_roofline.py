@@ -16,9 +16,9 @@ from sparselib.bench.roofline import (
     limit,
     peak_gflops,
     read_bandwidth,
-    usable_threads,
 )
 from sparselib.config import VARIANTS, decode_cost, preset
+from sparselib.decode.engine import usable_threads
 
 
 def test_one_thread_reads_at_a_positive_finite_rate():
