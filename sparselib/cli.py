@@ -261,12 +261,13 @@ def _table_of_rows(result: dict[str, Any]) -> Any:
     table = Table(
         title=f"{result['preset']}, one token at batch 1, load {result['load']:.1f}\n{here['cpu']}, {here['threads']} "
         f"threads: {here['read_gb_s']:.1f} GB/s, {here['peak_gflops']:.0f} GFLOP/s",
-        caption="* derived: blocks x (one block) + the rest   ~ not timed side by side\nc fits in the CPU's cache",
+        caption="* derived: blocks x (one block) + the rest   ~ not timed side by side   c fits in the CPU's cache\n"
+        "near: the cores share a cache; far: they do not",
         box=box.SIMPLE,
         collapse_padding=True,
         pad_edge=False,
     )
-    for column in ("dtype", "variant", "scope"):
+    for column in ("dtype", "variant", "scope", "cores"):
         table.add_column(column, no_wrap=True)
     for column in ("ms", "quartiles", "speed-up", "GB/s", "% limit"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -276,6 +277,7 @@ def _table_of_rows(result: dict[str, Any]) -> Any:
             row["dtype"],
             row["variant"],
             row["scope"] + " *" * row["derived"] + " c" * row["in_cache"],
+            row["cores"],
             _ms(row["ms_median"]),
             f"{_ms(row['ms_q1'])}-{_ms(row['ms_q3'])}",
             "" if row["speedup"] is None else f"{mark}{row['speedup']:.2f}x",

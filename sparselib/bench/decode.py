@@ -37,8 +37,6 @@ from .rounds import (
 )
 
 SCOPES: tuple[Scope, ...] = ("block", "model")
-SPREAD = 0.2  # of the median, between quartiles: above it the machine was busy, and the group is timed again
-ATTEMPTS = 3  # at most; the one with the least spread counts, whether faster or slower
 FEWER = ("dense", "ff_qkv", "ff_qkv_loss")  # variants timed by default in bf16 and int8
 BUILT_A_SECOND = 1e9  # weights, for the estimate of the time left only
 
@@ -144,19 +142,22 @@ class _Bench:
     def _time(self, group: _Group, engines: Mapping[str, Engine], work: Mapping[str, float]) -> None:
         label = f"{group.dtype}: decoding {', '.join(group.configs)}"
         each = self.rounds * (WARMUP + self.tokens)
-        attempts: list[Rounds] = []
-        while not attempts or (attempts[-1].spread() > SPREAD and len(attempts) < ATTEMPTS):
-            attempts.append(
-                time_in_rounds(
-                    {v: engines[v] for v in group.configs},
-                    self.tokens,
-                    self.rounds,
-                    seed=self.seed + len(attempts),
-                    reader=self.reader,
-                    progress=lambda variant: self._advance(label, work[variant] / each),
-                )
-            )
-        rounds = min(attempts, key=Rounds.spread)
+        left = sum(work[variant] for variant in group.configs)
+
+        def tell(variant: str) -> None:
+            nonlocal left  # rounds beyond those asked for are not part of the work that was foreseen
+            step = min(left, work[variant] / each)
+            left -= step
+            self._advance(label, step)
+
+        rounds = time_in_rounds(
+            {v: engines[v] for v in group.configs},
+            self.tokens,
+            self.rounds,
+            seed=self.seed,
+            reader=self.reader,
+            progress=tell,
+        )
         if not group.is_whole:
             rounds = rounds.whole(preset(self.preset).n_layers)
         self.measured.setdefault(group.dtype, []).append((group, rounds))
@@ -171,42 +172,53 @@ class _Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         return [
-            self._row(dtype, variant, scope)
-            for dtype, groups in self.measured.items()
+            self._row(dtype, variant, scope, cores)
+            for dtype in self.measured
             for variant in VARIANTS
             for scope in SCOPES
-            if any(variant in group.configs for group, _ in groups)
+            for cores in dict.fromkeys(rounds.cores for _, rounds in self._of(dtype, variant))
         ]
 
-    def _row(self, dtype: str, variant: str, scope: Scope) -> dict[str, Any]:
-        own = [(g, r) for g, r in self.measured[dtype] if variant in g.configs]
-        times = np.concatenate([r.samples[variant].of(scope) for _, r in own])
+    def _of(self, dtype: str, variant: str, cores: str | None = None) -> list[tuple[_Group, Rounds]]:
+        """What was measured of a variant, at the usual distance of the cores first."""
+        own = [(group, rounds) for group, rounds in self.measured.get(dtype, []) if variant in group.configs]
+        own += [(group, rounds.other) for group, rounds in own if rounds.other]
+        return [(group, rounds) for group, rounds in own if cores in (None, rounds.cores)]
+
+    def _row(self, dtype: str, variant: str, scope: Scope, cores: str) -> dict[str, Any]:
+        own = self._of(dtype, variant, cores)
+        times = np.concatenate([r.samples[variant].of(scope).ravel() for _, r in own])
         read = float(np.median(np.concatenate([r.read_gb_s for _, r in own])))
         config, context = preset(self.preset, variant), own[0][1].context
         least = self._limit(config, dtype, read, context, scope)
         token = self._limit(config, dtype, read, context, "model")
-        speedup, together = self._speedup(dtype, variant, scope, times)
+        speedup, together = self._speedup(dtype, variant, scope, cores, times)
         return {
             "variant": variant,
             "dtype": dtype,
             "scope": scope,
+            "cores": cores,
+            "usual": cores == self._of(dtype, variant)[0][1].cores,
             **figures(times, least),
             "read_gb_s": read,
+            "handover_ns": float(np.median([r.handover_ns for _, r in own])),
             "speedup": speedup,
             "side_by_side": together,
             "derived": scope == "model" and not own[0][0].is_whole,
             "in_cache": token.bytes <= last_level_cache(),
         }
 
-    def _speedup(self, dtype: str, variant: str, scope: Scope, times: np.ndarray) -> tuple[float | None, bool]:
-        """Over dense of the same dtype, and whether both were timed in the same rounds."""
-        dense = [r for g, r in self.measured[dtype] if "dense" in g.configs]
+    def _speedup(
+        self, dtype: str, variant: str, scope: Scope, cores: str, times: np.ndarray
+    ) -> tuple[float | None, bool]:
+        """Over dense of the same dtype at the same distance of the cores, and whether both had the same rounds."""
+        dense = [r for _, r in self._of(dtype, "dense", cores)]
         together = [r for r in dense if variant in r.samples]
         if together:
             return together[0].ratio("dense", variant, scope), True
         if not dense:
             return None, False
-        slow = np.concatenate([r.samples["dense"].of(scope) for r in dense])
+        slow = np.concatenate([r.samples["dense"].of(scope).ravel() for r in dense])
         return float(np.median(slow) / np.median(times)), False
 
 
@@ -228,14 +240,16 @@ def bench_decode(
     """Time the variants of a preset's decoder, block and whole model, at batch 1 with random weights.
 
     Default: all variants in fp32; dense, ff_qkv and ff_qkv_loss in bf16 and int8. ``tokens`` are timed in each of
-    ``rounds`` rounds; times that scatter are taken again, and those that scatter least are kept. ``progress`` is told
-    what is done at the moment, and the share of all work that is done (0 .. 1).
+    ``rounds`` rounds, more where the cores move. ``progress`` is told what is done at the moment, and the share of all
+    work that is done (0 .. 1).
 
     Returns what the command writes as JSON: machine, preset, model, ``rows`` and ``left_out`` (what did not fit, and
     why). A row's ``limit_ms`` is computed with its own ``read_gb_s``, the median of the bandwidths seen beside it;
     the machine's is the best of all. ``speedup`` is over dense of the same dtype and scope; ``side_by_side`` says
-    whether in the same rounds. ``derived`` marks what was computed from one block; ``in_cache``, that a token's bytes
-    fit in the last-level cache, so that the limit, which is memory's, may be beaten.
+    whether in the same rounds. ``cores`` says whether the cores shared a cache in those rounds ("near") or not
+    ("far"); where both were seen there are rows for both, the more frequent being ``usual``. ``derived`` marks what was
+    computed from one block; ``in_cache``, that a token's bytes fit in the last-level cache, so that the limit, which is
+    memory's, may be beaten.
 
     Errors: ValueError for anything unknown or impossible, before anything is built.
     """

@@ -1,10 +1,9 @@
 """The two sides of the roofline, bytes and multiply-adds a second, and the least time that a decoded token can take.
 
 A token decoded alone touches each weight once, so bytes / bandwidth is the least time most of its parts can take; only
-the multiplicative layers and convolutions multiply enough for FLOPs / peak to matter. What is measured here has to be
-the best there is, else a kernel would seem to beat its own limit. Two things matter for bandwidth: a core that follows
-one stream of addresses waits for memory longer than one that follows four (here 13 against 18 GB/s on one core), and
-memory in 2 MiB pages is read faster than in small ones.
+the multiplicative layers and convolutions multiply enough for FLOPs / peak to matter. Both are measured with the
+engine's own inner loops, on memory in 2 MiB pages as the engine has it. One stream in the order of memory is what a
+core reads fastest: here 60 GB/s on two cores of two dies, where four streams 256 KiB apart read 56, 4 KiB apart 38.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Literal
 
@@ -26,15 +24,16 @@ from ..config import ModelConfig, decode_cost
 from ..decode.layout import GROUP, PANEL
 from ..decode.memory import allocate
 from ..decode.pack import DTYPES
-from ..decode.products import C_SIZE
-from ..decode.simd import address_of, tile_tx1
+from ..decode.products import C_SIZE, barrier
+from ..decode.simd import address_of, tile_1x4, tile_tx1
 from .machine import last_level_cache
 
-STREAMS = 4
-STRIDES = (1024, 4096, 65536)  # floats between streams: which is best depends on the machine
-GRAIN = STREAMS * max(STRIDES)  # a thread's part is a multiple of this many floats
+STREAM = 1024  # inputs of a panel that is read in one go: 64 KB
+GRAIN = STREAM * PANEL  # a thread's part is a multiple of this many floats
 PASSES = 8
 SMALLEST = 2**29  # bytes
+MEETINGS = 20_000  # a millisecond or three
+FAR = 50  # ns a thread: cores that share a cache meet faster than that (here 18), those of two dies do not (here 80)
 INNER = 256  # inputs of the tile that peak_gflops multiplies: 24 KB, which the first-level cache holds
 TILES = 2**15  # tiles a pass: INNER x TILES = 2^23 ones are still counted exactly in fp32
 OUTSIDE_BLOCKS = ("embedding", "positions", "unembedding")
@@ -48,24 +47,24 @@ def _require_threads(threads: int) -> None:
     require(threads <= most, "threads", threads, f"at most the {most} of this machine")
 
 
-# --- bytes a second ---------------------------------------------------------------------------------------------------
+# --- bytes a second, and how fast threads meet ------------------------------------------------------------------------
 
 
-@njit(nogil=True, fastmath=True)
-def _sum(part: np.ndarray, stride: int) -> float:
-    """Sum of ``part``, read as four streams ``stride`` floats apart; fastmath allows vector registers."""
+@njit(nogil=True)
+def _read(part, ones, sums):  # untyped, as kernels are: checkers cannot see through intrinsics
+    """Sum of ``part``, panel by panel, each times ``ones`` (STREAM,) into ``sums`` (PANEL,)."""
     total = 0.0
-    for first in range(0, part.size, 4 * stride):
-        a, b = part[first : first + stride], part[first + stride : first + 2 * stride]
-        c, d = part[first + 2 * stride : first + 3 * stride], part[first + 3 * stride : first + 4 * stride]
-        sum_a = sum_b = sum_c = sum_d = np.float32(0)
-        for i in range(stride):
-            sum_a += a[i]
-            sum_b += b[i]
-            sum_c += c[i]
-            sum_d += d[i]
-        total += float(sum_a + sum_b + sum_c + sum_d)
+    for at in range(0, part.size, GRAIN):
+        sums[:] = 0
+        tile_1x4(ones, 0, 1, 0, part, at, 0, 0, STREAM, sums, 0)
+        total += sums.sum()
     return total
+
+
+@njit(nogil=True)
+def _meet(sync, threads, times):
+    for _ in range(times):
+        barrier(sync, threads)
 
 
 class Reader:
@@ -86,9 +85,9 @@ class Reader:
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads)
         self._parts = list(self._pool.map(_ones, [floats] * threads))
-        rates = {stride: self._best(1 + PASSES, stride) for stride in STRIDES}  # the first pass compiles
-        self._stride = max(rates, key=lambda stride: rates[stride])
-        self.highest = rates[self._stride]  # GB/s, of all passes so far
+        self._sums = [np.zeros(PANEL, np.float32) for _ in range(threads)]
+        self._best(1)  # compiles
+        self.highest = self._best(PASSES)  # GB/s, of all passes so far
 
     @property
     def nbytes(self) -> int:
@@ -96,16 +95,29 @@ class Reader:
 
     def now(self) -> float:
         """GB/s (10^9 bytes), the best of a few passes: a tenth of a second."""
-        rate = self._best(4, self._stride)
+        rate = self._best(4)
         self.highest = max(self.highest, rate)
         return rate
 
-    def _best(self, passes: int, stride: int) -> float:
+    def handover(self) -> float:
+        """ns that the threads take to meet at a barrier; 0 for one thread.
+
+        It tells cores that share a cache from cores that do not (``FAR``). On a virtual machine that changes within
+        seconds, and bandwidth with it: cores of two dies read more than those of one, but hand results over slowly.
+        """
+        sync, shortest = np.zeros(16, np.int64), float("inf")
+        for _ in range(3):
+            start = time.perf_counter()
+            list(self._pool.map(_meet, repeat(sync, self.threads), repeat(self.threads), repeat(MEETINGS)))
+            shortest = min(shortest, time.perf_counter() - start)
+        return 1e9 * shortest / MEETINGS if self.threads > 1 else 0.0
+
+    def _best(self, passes: int) -> float:
         """GB/s of the fastest of ``passes`` passes; the sum shows that every float was read."""
-        size, read, shortest = self.nbytes, partial(_sum, stride=stride), float("inf")
+        ones, size, shortest = np.ones(STREAM, np.float32), self.nbytes, float("inf")
         for _ in range(passes):
             start = time.perf_counter()
-            total = sum(self._pool.map(read, self._parts))
+            total = sum(self._pool.map(_read, self._parts, repeat(ones), self._sums))
             shortest = min(shortest, time.perf_counter() - start)
             if total * 4 != size:
                 raise RuntimeError(f"read {total:.0f} floats of {size // 4}: the bandwidth would be wrong")
@@ -134,7 +146,7 @@ def _ones(floats: int) -> np.ndarray:
 def _multiply(a, w, c, inner, tiles):  # untyped, as kernels are: checkers cannot see through intrinsics
     """``tiles`` times the engine's tile: c (TILE, PANEL) += a (TILE, inner) w (inner, PANEL)."""
     for _ in range(tiles):
-        tile_tx1(a, 0, GROUP, 1, w, 0, 0, address_of(w, 0), 0, inner, c, 0)
+        tile_tx1(a, 0, GROUP, 1, w, 0, address_of(w, 0), 0, inner, c, 0)
 
 
 def peak_gflops(threads: int) -> float:

@@ -1,7 +1,9 @@
 """Engines timed side by side, in turns, and what fits in memory for it.
 
-The speed of memory drifts by tens of percent within minutes. So engines that are compared are all in memory at once,
-and take turns: in every round each of them decodes a few tokens, with a look at the bandwidth before and after.
+A virtual machine's cores are moved: for seconds or minutes they share a cache, then they are on two dies, where they
+read up to twice as many bytes a second but hand results over four times as slowly. So engines that are compared are all
+in memory at once and take turns: in every round each of them decodes a few tokens, with a look at the bandwidth and at
+the distance of the cores before and after, and only rounds with the cores at one distance are compared.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,11 +23,13 @@ from ..decode import DTYPES, Engine
 from ..decode.engine import CHUNK
 from ..decode.layout import Layout
 from ..decode.program import Program
-from .roofline import Limit, Reader, Scope
+from .roofline import FAR, Limit, Reader, Scope
 
 CONTEXT = 32  # positions in the cache before the first token
 WARMUP = 2  # tokens not counted at the beginning of every turn
 SOURCE_LENGTH = 16  # as the reference code times it
+MOST = 3  # times as many rounds as are asked for, at most
+FEW = 3  # rounds at the other distance that are worth a row
 SPARE = 2_000_000_000  # bytes that a benchmark leaves to the machine
 
 
@@ -46,29 +51,31 @@ class Samples:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What :func:`time_in_rounds` measured: samples by engine, bandwidth (rounds,), mean positions attended to."""
+    """What :func:`time_in_rounds` measured with the cores at one distance.
+
+    Samples by engine, bandwidth (rounds,), mean positions attended to; ``cores`` is "near" (they share a cache), "far",
+    or "moving" where they moved in every round; ``handover_ns`` is what the threads take to meet. ``other`` holds the
+    rounds at the other distance, if there were a few.
+    """
 
     samples: Mapping[str, Samples]
     read_gb_s: np.ndarray
     context: int
+    cores: str = "near"
+    handover_ns: float = 0.0
+    other: Rounds | None = None
 
     def ratio(self, slow: str, fast: str, scope: Scope = "model") -> float:
         """Speed-up: the median over rounds of the ratio of the two engines' medians in a round."""
         medians = [np.median(self.samples[name].of(scope), axis=1) for name in (slow, fast)]
         return float(np.median(medians[0] / medians[1]))
 
-    def spread(self) -> float:
-        """How far apart the quartiles of a token's and a block's times are, over the median; the worst of all."""
-        times = [t for s in self.samples.values() for t in (s.token, s.block)]
-        quartiles = [np.quantile(t, (0.25, 0.5, 0.75)) for t in times]
-        return max(float((q3 - q1) / median) for q1, median, q3 in quartiles)
-
     def whole(self, n_layers: int) -> Rounds:
         """The same with the tokens of engines of one block made those of ``n_layers``: the rest, and so many blocks."""
         samples = {
             name: replace(s, token=s.token + (n_layers - 1) * s.block, parts={}) for name, s in self.samples.items()
         }
-        return replace(self, samples=samples)
+        return replace(self, samples=samples, other=self.other and self.other.whole(n_layers))
 
 
 def time_in_rounds(
@@ -84,10 +91,11 @@ def time_in_rounds(
 ) -> Rounds:
     """Time ``tokens`` tokens of every engine in each of ``rounds`` rounds, the engines in turn.
 
-    All tokens are random and new, so that new rows are read for each. A turn begins at ``context`` positions, with
+    Rounds are taken until there are ``rounds`` of them with the cores at one distance, or ``MOST`` times as many in
+    all. All tokens are random and new, so that new rows are read for each. A turn begins at ``context`` positions, with
     ``warmup`` tokens that are not counted. An encoder-decoder gets a random source of ``source_len`` tokens, or random
-    vectors where its encoder was left out. ``reader`` looks at the bandwidth (default: one of the first engine's
-    threads), ``progress`` is told the engine's name after every token, outside the times.
+    vectors where its encoder was left out. ``reader`` looks at the bandwidth and the distance (default: one of the
+    first engine's threads), ``progress`` is told the engine's name after every token, outside the times.
     Errors: ValueError for no engines, bad counts, or more positions than an engine's ``max_len``.
     """
     require(len(engines) > 0, "engines", dict(engines), "at least one")
@@ -104,15 +112,43 @@ def time_in_rounds(
     for engine in engines.values():
         _begin(engine, context, generator)
     taken: dict[str, list[np.ndarray]] = {name: [] for name in engines}
-    read = [reader.now()]
-    for _ in range(rounds):
+    looks, cores = [_look(reader)], np.array([], str)
+    while len(cores) < MOST * rounds and max(_count(cores).values()) < rounds:
         for name, engine in engines.items():
             engine.rewind(context)
             taken[name].append(_turn(engine, name, tokens, warmup, generator, progress))
-        read.append(reader.now())
-    samples = {name: _samples(np.array(turns), engines[name]) for name, turns in taken.items()}
-    between = (np.array(read[1:]) + np.array(read[:-1])) / 2
-    return Rounds(samples, between, context + warmup + (tokens + 1) // 2)
+        looks.append(_look(reader))
+        cores = _distances(looks, reader.threads)
+    times = {name: np.array(turns) for name, turns in taken.items()}
+    attended = context + warmup + (tokens + 1) // 2
+    between = (np.array(looks[1:]) + np.array(looks[:-1])) / 2  # (rounds, 2)
+
+    def of(distance: str) -> Rounds:
+        kept = cores == distance
+        samples = {name: _samples(times[name][kept], engine) for name, engine in engines.items()}
+        return Rounds(samples, between[kept, 0], attended, distance, float(np.median(between[kept, 1])))
+
+    counts = _count(cores)
+    usual, other = sorted(counts, key=lambda distance: -counts[distance])
+    if not counts[usual]:
+        return of("moving")
+    return replace(of(usual), other=of(other) if counts[other] >= FEW else None)
+
+
+def _look(reader: Reader) -> tuple[float, float]:
+    """GB/s and ns."""
+    return reader.now(), reader.handover()
+
+
+def _distances(looks: list[tuple[float, float]], threads: int) -> np.ndarray:
+    """(rounds,) of "near", "far", or "moving" where the looks before and after a round differ."""
+    far = [ns > FAR * threads for _, ns in looks]
+    names = {(False, False): "near", (True, True): "far"}
+    return np.array([names.get(pair, "moving") for pair in pairwise(far)])
+
+
+def _count(cores: np.ndarray) -> dict[str, int]:
+    return {distance: int((cores == distance).sum()) for distance in ("near", "far")}
 
 
 def _begin(engine: Engine, context: int, generator: np.random.Generator) -> None:

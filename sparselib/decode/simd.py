@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -87,7 +88,8 @@ def _emit_prefetch(builder: Any, pointer: Any, write: int) -> None:
     i32 = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [pointer, *(i32(v) for v in (write, 3, 1))])  # 3: keep in all caches, 1: data
+    level = 3 if write else 1  # into all caches, or all but the first, which has room for few requests at a time
+    builder.call(function, [pointer, *(i32(v) for v in (write, level, 1))])  # 1: data
 
 
 def _make_prefetch(write: int) -> Any:
@@ -162,26 +164,17 @@ def _spread_scalar(builder: Any, x: Any, vector: Any) -> Any:
     return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
 
 
-def _make_tile(rows: int, panels: int) -> Any:
-    """The innermost loop: sums of ``rows`` inputs times ``panels`` panels stay in registers for all of K."""
+def _make_tile(rows: int, inputs: int) -> Any:
+    """The innermost loop: sums of ``rows`` rows times a panel stay in registers for all of K, ``inputs`` at a time.
+
+    Several inputs for one row, as each sum waits for the one before it; k is then a multiple of them.
+    """
 
     @intrinsic
     def tile(
-        typing: Any,
-        a: Any,
-        ai: Any,
-        ak: Any,
-        ar: Any,
-        w: Any,
-        wi: Any,
-        w_panel: Any,
-        pf: Any,
-        ps: Any,
-        k: Any,
-        c: Any,
-        ci: Any,
+        typing: Any, a: Any, ai: Any, ak: Any, ar: Any, w: Any, wi: Any, pf: Any, ps: Any, k: Any, c: Any, ci: Any
     ) -> Any:
-        """c[ci + (r panels + j) 16 + l] += sum_i a[ai + i ak + r ar] w[wi + j w_panel + 16 i + l], i < k."""
+        """c[ci + r 16 + l] += sum_i a[ai + i ak + r ar] w[wi + 16 i + l], i < k; asks for what is at pf + i ps."""
         i64, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), PANEL)
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -191,10 +184,10 @@ def _make_tile(rows: int, panels: int) -> Any:
             )
             first_a = _data(context, builder, a, args[0], args[1])
             first_w = _data(context, builder, w, args[4], args[5])
-            next_w = builder.inttoptr(args[7], ir.IntType(8).as_pointer())
-            first_c = builder.bitcast(_data(context, builder, c, args[10], args[11]), vector.as_pointer())
-            places = [builder.gep(first_c, [i64(n)]) for n in range(rows * panels)]
-            starts = [builder.load(place, align=4) for place in places]
+            asked = builder.inttoptr(args[6], ir.IntType(8).as_pointer())
+            first_c = builder.bitcast(_data(context, builder, c, args[9], args[10]), vector.as_pointer())
+            places = [builder.gep(first_c, [i64(r)]) for r in range(rows)]
+            starts = [builder.load(place, align=4) for place in places] + [vector(None)] * (rows * (inputs - 1))
             before, loop, after = builder.block, builder.append_basic_block("k"), builder.append_basic_block("end")
             builder.branch(loop)
             builder.position_at_end(loop)
@@ -203,38 +196,36 @@ def _make_tile(rows: int, panels: int) -> Any:
             sums = [builder.phi(vector) for _ in starts]
             for phi, start in zip(sums, starts, strict=True):
                 phi.add_incoming(start, before)
-            at_w = builder.gep(first_w, [builder.mul(i, i64(PANEL))])
-            at_next = builder.gep(next_w, [builder.mul(i, args[8])])
-            weights = []
-            for j in range(panels):
-                pointer = builder.gep(at_w, [builder.mul(args[6], i64(j))])
-                loaded = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=1)
-                weights.append(_to_float(builder, loaded, w.dtype, lambda t: ir.VectorType(t, PANEL)))
-                bytes_apart = builder.mul(args[6], i64(j * w.dtype.bitwidth // 8))
-                _emit_prefetch(builder, builder.gep(at_next, [bytes_apart]), 0)
-            at_a = builder.gep(first_a, [builder.mul(i, args[2])])
             new = []
-            for r in range(rows):
-                x = builder.load(builder.gep(at_a, [builder.mul(args[3], i64(r))]))
-                everywhere = _spread_scalar(builder, x, vector)
-                new += [builder.call(fma, [everywhere, weights[j], sums[r * panels + j]]) for j in range(panels)]
-            following = builder.add(i, i64(1))
+            for u in range(inputs):
+                input = builder.add(i, i64(u))
+                pointer = builder.gep(first_w, [builder.mul(input, i64(PANEL))])
+                loaded = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=1)
+                weights = _to_float(builder, loaded, w.dtype, lambda t: ir.VectorType(t, PANEL))
+                at_a = builder.gep(first_a, [builder.mul(input, args[2])])
+                for r in range(rows):
+                    x = builder.load(builder.gep(at_a, [builder.mul(args[3], i64(r))]))
+                    everywhere = _spread_scalar(builder, x, vector)
+                    new.append(builder.call(fma, [everywhere, weights, sums[u * rows + r]]))
+            if inputs == 1:  # else memory is read in order, and the processor asks ahead by itself
+                _emit_prefetch(builder, builder.gep(asked, [builder.mul(i, args[7])]), 0)
+            following = builder.add(i, i64(inputs))
             i.add_incoming(following, loop)
             for phi, value in zip(sums, new, strict=True):
                 phi.add_incoming(value, loop)
-            builder.cbranch(builder.icmp_signed("<", following, args[9]), loop, after)
+            builder.cbranch(builder.icmp_signed("<", following, args[8]), loop, after)
             builder.position_at_end(after)
-            for place, value in zip(places, new, strict=True):
-                builder.store(value, place, align=4)
+            for r, place in enumerate(places):
+                builder.store(reduce(builder.fadd, new[r::rows]), place, align=4)
             return context.get_dummy_value()
 
         ints = types.int64
-        return types.void(a, ints, ints, ints, w, ints, ints, ints, ints, ints, c, ints), generate
+        return types.void(a, ints, ints, ints, w, ints, ints, ints, ints, c, ints), generate
 
     return tile
 
 
-tile_1x4, tile_1x1, tile_4x1, tile_tx1 = (_make_tile(*shape) for shape in ((1, 4), (1, 1), (4, 1), (TILE, 1)))
+tile_1x1, tile_1x4, tile_4x1, tile_tx1 = (_make_tile(*shape) for shape in ((1, 1), (1, 4), (4, 1), (TILE, 1)))
 prefetch_read, prefetch_write = (_make_prefetch(write) for write in (0, 1))
 # A thread offers its core to others; None where the system has no such call.
 offer_core = types.ExternalFunction("sched_yield", types.int32()) if os.name == "posix" else None

@@ -28,8 +28,20 @@ FORMATS = {
     "here, times dense": "{:.2f}",
     "MB touched": "{:,.1f}",
     "GB/s": "{:.1f}",
+    "read GB/s": "{:.1f}",
     "limit (ms)": "{:,.2f}",
     "% of limit": "{:.0f}",
+    "meet in (ns)": "{:.0f}",
+    "dense (ms)": "{:,.2f}",
+    "dense, % of limit": "{:.0f}",
+}
+
+
+# What is compared with dense: the variant, block or whole model, and how it is drawn.
+COMPARED: dict[str, tuple[str, Scope, str]] = {
+    "FF+QKV, block": ("ff_qkv", "block", "--"),
+    "FF+QKV, whole model": ("ff_qkv", "model", "-"),
+    "FF+QKV+loss, whole model": ("ff_qkv_loss", "model", "-"),
 }
 
 
@@ -39,9 +51,12 @@ def formats(frame: DataFrame) -> dict[str, str]:
 
 
 def rows_of(result: Mapping[str, Any], dtype: str, scope: Scope) -> dict[str, dict[str, Any]]:
-    """The rows of a benchmark's result in one dtype and scope, by variant, in the paper's order."""
-    rows = {row["variant"]: row for row in result["rows"] if row["dtype"] == dtype and row["scope"] == scope}
-    return {variant: rows[variant] for variant in VARIANTS if variant in rows}
+    """The rows of a benchmark's result in one dtype and scope, by variant, in the paper's order.
+
+    Those with the cores at the distance that they mostly had; :func:`by_distance` has the others.
+    """
+    rows = [row for row in result["rows"] if row["dtype"] == dtype and row["scope"] == scope and row["usual"]]
+    return {row["variant"]: row for row in sorted(rows, key=lambda row: VARIANTS.index(row["variant"]))}
 
 
 def against_paper(
@@ -73,6 +88,31 @@ def against_paper(
 def _paper_ms(row: DecodeTime | None, scope: Scope) -> float | None:
     seconds = None if row is None else row.block_seconds if scope == "block" else row.seconds
     return None if seconds is None else 1e3 * seconds
+
+
+def by_distance(result: Mapping[str, Any], dtype: str = "fp32") -> DataFrame:
+    """Dense and sparse with the cores near each other and far apart, wherever both were timed in the same rounds."""
+    rows = {(row["variant"], row["scope"], row["cores"]): row for row in result["rows"] if row["dtype"] == dtype}
+    frame = []
+    for label, (variant, scope, _) in COMPARED.items():
+        for cores in (cores for v, s, cores in rows if (v, s) == (variant, scope)):
+            row, dense = rows[variant, scope, cores], rows.get(("dense", scope, cores))
+            if dense and row["side_by_side"]:
+                frame.append(
+                    {
+                        "sparse": label,
+                        "cores": cores,
+                        "meet in (ns)": row["handover_ns"],
+                        "read GB/s": row["read_gb_s"],
+                        "dense (ms)": dense["ms_median"],
+                        "here (ms)": row["ms_median"],
+                        "here, times dense": row["speedup"],
+                        "dense, % of limit": 100 * dense["limit_fraction"],
+                        "% of limit": 100 * row["limit_fraction"],
+                        "n": row["n"],
+                    }
+                )
+    return DataFrame(frame)
 
 
 def draw_speedups(frames: Mapping[str, DataFrame]) -> Figure:
@@ -250,13 +290,6 @@ def _limit(config: ModelConfig, measured: Rounds, roofline: Roofline) -> Any:
 
 # --- what the limits allow --------------------------------------------------------------------------------------------
 
-# What is compared with dense: the variant, block or whole model, and how it is drawn.
-COMPARED: dict[str, tuple[str, Scope, str]] = {
-    "FF+QKV, block": ("ff_qkv", "block", "--"),
-    "FF+QKV, whole model": ("ff_qkv", "model", "-"),
-    "FF+QKV+loss, whole model": ("ff_qkv_loss", "model", "-"),
-}
-
 
 def allowed(name: str, peak_gflops: float, bandwidths: Sequence[float], context: int) -> DataFrame:
     """The speed-up over dense that the limits alone give, in fp32, if memory were read at each of ``bandwidths``."""
@@ -279,10 +312,14 @@ def draw_allowed(frame: DataFrame, result: Mapping[str, Any], paper_bandwidth: t
     figure, axis = new_figure()
     axis.axvspan(*paper_bandwidth, color=look("paper").color, alpha=0.3, label="the paper's memory")
     for label, (variant, scope, linestyle) in COMPARED.items():
-        row, style = rows_of(result, "fp32", scope)[variant], look(variant)
+        style = look(variant)
         axis.plot(frame["GB/s"], frame[label], color=style.color, linestyle=linestyle, label=label)
         marker = style.marker if scope == "model" else "o"
-        axis.plot(row["read_gb_s"], row["speedup"], color=style.color, marker=marker, linestyle="")
+        points = [
+            row for row in result["rows"] if (row["dtype"], row["variant"], row["scope"]) == ("fp32", variant, scope)
+        ]
+        for row in points:
+            axis.plot(row["read_gb_s"], row["speedup"], color=style.color, marker=marker, linestyle="")
     axis.set(xlabel="read bandwidth (GB/s)", ylabel="speed-up over dense", ylim=(0, None))
     axis.legend(title="what the limits allow (points: measured)")
     return figure

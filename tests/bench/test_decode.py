@@ -95,7 +95,9 @@ class Pretender:
 
 def test_engines_take_turns_with_new_tokens_and_a_look_at_the_bandwidth_before_and_after():
     log = []
-    reader = SimpleNamespace(now=lambda: log.append(("reader", 0)) or float(len(log)))
+    reader = SimpleNamespace(
+        threads=THREADS, now=lambda: log.append(("reader", 0)) or float(len(log)), handover=lambda: 0.0
+    )
     engines = {name: Pretender(name, log) for name in "ab"}
     heard = []
     rounds = time_in_rounds(engines, 3, 2, context=7, warmup=2, reader=reader, progress=heard.append)
@@ -151,6 +153,40 @@ def test_a_whole_model_is_derived_from_one_block():
     assert rounds.samples["a"].block.tolist() == [[3, 4]]
 
 
+def rounds_at(distances, rounds, threads=2):
+    """Rounds of a pretender whose cores meet in so many ns at each look."""
+    looks = iter(distances)
+    reader = SimpleNamespace(threads=threads, now=lambda: 20.0, handover=lambda: float(next(looks)))
+    log = []
+    return time_in_rounds({"a": Pretender("a", log)}, 2, rounds, context=2, warmup=0, reader=reader), log
+
+
+def test_only_rounds_with_the_cores_at_one_distance_count():
+    rounds, log = rounds_at([40, 40, 160, 160, 160, 160], 3)
+    assert len(log) == 5 * 2  # near, moving, far, far, far
+    assert (rounds.cores, rounds.handover_ns, rounds.other) == ("far", 160, None)
+    assert rounds.samples["a"].token.shape == (3, 2) and rounds.read_gb_s.shape == (3,)
+
+
+def test_a_few_rounds_at_the_other_distance_are_kept_apart():
+    rounds, _ = rounds_at([40, 40, 40, 40, 160, 160, 160, 160, 160], 4)
+    assert rounds.cores == "far" and rounds.samples["a"].token.shape == (4, 2)
+    assert rounds.other.cores == "near" and rounds.other.samples["a"].token.shape == (3, 2)
+    whole = rounds.whole(3)
+    assert (whole.other.samples["a"].token == rounds.other.samples["a"].token * 1.5).all()  # blocks are a quarter of it
+
+
+def test_cores_that_never_rest_end_it_and_are_called_moving():
+    rounds, log = rounds_at([40, 160] * 4, 2)
+    assert len(log) == 6 * 2
+    assert rounds.cores == "moving" and rounds.samples["a"].token.shape == (6, 2)
+
+
+def test_the_distance_is_told_by_the_time_of_a_thread():
+    assert rounds_at([160, 160], 1, threads=4)[0].cores == "near"
+    assert rounds_at([160, 160], 1, threads=3)[0].cores == "far"
+
+
 # --- memory ---
 
 
@@ -194,6 +230,7 @@ def test_rows_are_complete_and_agree_with_the_limit():
         assert row["limit_fraction"] == row["limit_ms"] / row["ms_median"]
         assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms_median"] / 1e6)
         assert row["ms_min"] <= row["ms_q1"] <= row["ms_median"] <= row["ms_q3"]
+        assert (row["cores"], row["usual"], row["handover_ns"]) == ("near", True, 0)  # of one thread
         assert row["n"] == 4 and row["side_by_side"] and not row["derived"]
         assert row["in_cache"] == (last_level_cache() > 0)
         assert row["speedup"] == 1 if row["variant"] == "dense" else row["speedup"] > 0
@@ -254,6 +291,28 @@ def test_a_model_that_does_not_fit_is_derived_from_its_blocks(monkeypatch):
     assert [(out["variant"], "whole model needs" in out["reason"]) for out in result["left_out"]] == [
         (variant, True) for variant in TWO
     ]
+
+
+def test_both_distances_of_the_cores_have_rows(monkeypatch):
+    """Each variant against dense at the same distance."""
+
+    def times(engines, tokens, rounds, **_):
+        def at(factor):
+            each = dict(dense=8.0, ff_qkv_loss=2.0 / factor)
+            return {v: samples(np.full((rounds, tokens), factor * each[v]), np.ones((rounds, tokens))) for v in engines}
+
+        far = Rounds(at(0.5), np.full(rounds, 60.0), 35, "far", 160.0)
+        return Rounds(at(1.0), np.full(rounds, 30.0), 35, "near", 40.0, far)
+
+    monkeypatch.setattr(decode, "time_in_rounds", times)
+    rows = [row for row in bench_decode("smoke", **ASKED, variants=TWO)["rows"] if row["scope"] == "model"]
+    assert [(row["variant"], row["cores"], row["usual"], row["ms_median"], row["speedup"]) for row in rows] == [
+        ("dense", "near", True, 8.0, 1.0),
+        ("dense", "far", False, 4.0, 1.0),
+        ("ff_qkv_loss", "near", True, 2.0, 4.0),
+        ("ff_qkv_loss", "far", False, 2.0, 2.0),
+    ]
+    assert [(row["read_gb_s"], row["handover_ns"]) for row in rows[:2]] == [(30.0, 40.0), (60.0, 160.0)]
 
 
 def test_what_fits_one_at_a_time_is_timed_alone_and_let_go_before_the_next(monkeypatch):
@@ -365,20 +424,3 @@ def test_weights_without_the_encoder_are_a_decoders():
 def test_decode_once_refuses_more_tokens_than_positions():
     with pytest.raises(ValueError, match=r"^context \+ warmup \+ tokens = 66: must be at most max_len = 64"):
         decode_once(pack_random(preset("smoke")), 32, Reader(THREADS))
-
-
-def test_times_that_scatter_are_taken_again_and_the_steadiest_are_kept(monkeypatch):
-    """Chosen by their spread, not by their speed: the second of three, although the last is faster."""
-    spreads, seeds = iter([0.9, 0.3, 0.5]), []
-
-    def times(engines, tokens, rounds, *, seed, **_):
-        seeds.append(seed)
-        spread, base = next(spreads), 10.0 - len(seeds)
-        token = base * (1 + spread * np.tile([-1.0, 0, 1], (rounds, tokens)))
-        samples = {name: Samples(token, token / 2, {}) for name in engines}
-        return Rounds(samples, np.full(rounds, 10.0), 36)
-
-    monkeypatch.setattr(decode, "time_in_rounds", times)
-    result = bench_decode("smoke", threads=THREADS, dtypes=["fp32"], variants=["dense"], tokens=2, rounds=2, seed=5)
-    assert seeds == [5, 6, 7]
-    assert [row["ms_median"] for row in result["rows"]] == [4.0, 8.0]

@@ -10,7 +10,6 @@ from sparselib.bench import roofline
 from sparselib.bench.roofline import (
     GRAIN,
     OUTSIDE_BLOCKS,
-    STRIDES,
     Reader,
     Roofline,
     limit,
@@ -19,6 +18,7 @@ from sparselib.bench.roofline import (
 )
 from sparselib.config import VARIANTS, decode_cost, preset
 from sparselib.decode.engine import usable_threads
+from sparselib.decode.layout import PANEL
 
 
 def test_one_thread_reads_at_a_positive_finite_rate():
@@ -26,14 +26,14 @@ def test_one_thread_reads_at_a_positive_finite_rate():
     assert math.isfinite(rate) and rate > 0
 
 
-@pytest.mark.parametrize("stride", STRIDES)
-def test_every_float_is_read_once(stride):
+def test_every_float_is_read_once():
     values = np.random.default_rng(0).integers(0, 4, 2 * GRAIN).astype(np.float32)
-    assert roofline._sum(values, stride) == values.sum(dtype=np.float64)
+    total = roofline._read(values, np.ones(roofline.STREAM, np.float32), np.zeros(PANEL, np.float32))
+    assert total == values.sum(dtype=np.float64)
 
 
 def test_a_pass_that_did_not_read_everything_is_an_error(monkeypatch):
-    monkeypatch.setattr(roofline, "_sum", lambda part, stride: float(part.size - 1))
+    monkeypatch.setattr(roofline, "_read", lambda part, ones, sums: float(part.size - 1))
     with pytest.raises(RuntimeError, match="bandwidth would be wrong"):
         read_bandwidth(1, size=4 * GRAIN)
 
@@ -69,6 +69,12 @@ def test_a_reader_looks_again_and_keeps_the_best():
     later = [reader.now() for _ in range(3)]
     assert reader.threads == 1 and min(later) > 0
     assert reader.highest == max(first, *later)
+
+
+@pytest.mark.skipif(usable_threads() < 2, reason="takes two threads")
+def test_threads_take_some_time_to_meet_and_one_none():
+    assert Reader(1, size=4 * GRAIN).handover() == 0
+    assert 1 < Reader(2, size=8 * GRAIN).handover() < 1e6
 
 
 def test_the_memory_that_is_read_is_the_engines_kind(monkeypatch):

@@ -37,8 +37,9 @@ def test_the_sparse_loss_is_in_table_6(result):
 
 def test_only_columns_with_numbers_have_a_format(result):
     frame = decoding.against_paper(result, "fp32", "model", TABLE_1, "800M")
-    assert set(decoding.formats(frame)) == set(decoding.FORMATS)
-    assert set(decoding.formats(frame.drop(columns=["GB/s"]))) == set(decoding.FORMATS) - {"GB/s"}
+    shown, apart = set(decoding.formats(frame)), set(decoding.formats(decoding.by_distance(result)))
+    assert shown | apart == set(decoding.FORMATS)
+    assert set(decoding.formats(frame.drop(columns=["GB/s"]))) == shown - {"GB/s"}
 
 
 def test_figures_draw_every_variant(result):
@@ -53,6 +54,18 @@ def test_what_was_left_out_is_said(result):
     gone = {"left_out": [{"variant": "dense", "dtype": "bf16", "reason": "needs 99 GB"}]}
     assert decoding.left_out(gone) == "dense in bf16: needs 99 GB"
     assert str(result["machine"]["threads"]) in decoding.about(result)
+
+
+def test_rows_are_those_of_the_usual_distance_and_both_stand_in_a_table_of_their_own(result):
+    far = [row | dict(cores="far", usual=False, ms_median=2 * row["ms_median"]) for row in result["rows"]]
+    both = result | {"rows": far + result["rows"]}
+    assert decoding.rows_of(both, "fp32", "model") == decoding.rows_of(result, "fp32", "model")
+    frame = decoding.by_distance(both)
+    assert list(frame["cores"]) == ["far", "near"] * len(decoding.COMPARED)
+    assert list(frame["here (ms)"][::2]) == [2 * ms for ms in frame["here (ms)"][1::2]]
+    alone = [row | dict(side_by_side=False) for row in result["rows"]]
+    assert decoding.by_distance(result | {"rows": alone}).empty
+    assert len(decoding.draw_allowed(decoding.allowed("smoke", 200.0, [10], 32), both, (1, 2)).axes[0].lines) == 9
 
 
 def test_table_2():

@@ -29,7 +29,7 @@ def row(peer, dtype, ms, read=10.0, threads=1):
 
 
 def reader(read=20.0):
-    return SimpleNamespace(now=lambda: read)
+    return SimpleNamespace(now=lambda: read, handover=lambda: 0.0, threads=1)
 
 
 @pytest.fixture(scope="module")
