@@ -1,7 +1,7 @@
 """Notebook 07: the engine beside the decoders of other libraries, at equal sizes, all in one run.
 
 Every row is one decoder in one dtype on one number of threads. Bytes are those of the weights a token touches, for
-engine and peers alike. The speed of memory drifts within minutes, and rows are minutes apart, so that each carries the
+engine and peers alike. The speed of memory changes within minutes, and rows are minutes apart, so that each carries the
 bandwidth seen beside it. Two rows are compared twice: by their times, and by their times in units of their limits.
 """
 
