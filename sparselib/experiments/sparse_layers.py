@@ -81,7 +81,7 @@ def trace_controller(
     def look_at_controllers(step: int, loss: float) -> None:
         if step == 1 or step % every == 0:
             values = [
-                _entropies(layer, x)
+                entropies(layer.logits(x).flatten(0, 1).detach())
                 for layer, x in zip(sparse_layers(model), controller_inputs(model, probe), strict=True)
             ]
             at.append(step)
@@ -103,13 +103,15 @@ def trace_controller(
     return ControllerTrace(at, np.array(decision), np.array(usage), run, model.eval())
 
 
-@torch.no_grad()
-def _entropies(layer: SparseFeedForward, x: Tensor) -> tuple[float, float]:
-    z = layer.logits(x).flatten(0, 1)  # (tokens, X, N)
-    decision = entropy(z.softmax(-1)).mean()
-    chosen = torch.nn.functional.one_hot(z.argmax(-1), layer.ff_sparsity).double().mean(0)  # (X, N)
-    most = math.log2(layer.ff_sparsity)
-    return float(decision) / most, float(entropy(chosen).mean()) / most
+def chosen_shares(z: Tensor) -> Tensor:
+    """How often inference chooses each unit: logits (tokens, X, N) -> shares (X, N), of sum 1 in a block."""
+    return torch.nn.functional.one_hot(z.argmax(-1), z.shape[-1]).double().mean(0)
+
+
+def entropies(z: Tensor) -> tuple[float, float]:
+    """Decision and usage, as in :class:`ControllerTrace`, of one layer's logits (tokens, X, N)."""
+    most = math.log2(z.shape[-1])
+    return float(entropy(z.softmax(-1)).mean()) / most, float(entropy(chosen_shares(z)).mean()) / most
 
 
 def draw_trace(trace: ControllerTrace) -> Figure:

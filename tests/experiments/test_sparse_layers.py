@@ -57,10 +57,9 @@ def test_trace_follows_the_training_and_does_not_disturb_it(text):
 
 
 def test_entropies_of_a_decided_and_an_undecided_controller():
-    layer = sparse_layers.sparse_layers(Transformer(CONFIG))[0]
-    x = torch.randn(2, 5, CONFIG.d_model)
-    layer.c2.data.zero_()
-    assert sparse_layers._entropies(layer, x) == pytest.approx((1, 0))  # all logits alike, the first always taken
+    alike = torch.zeros(10, 3, 8)
+    assert sparse_layers.entropies(alike) == pytest.approx((1, 0))  # the first is always taken
+    assert sparse_layers.entropies(100 * torch.eye(8)[:, None]) == pytest.approx((0, 1), abs=1e-6)  # each in turn
 
 
 def test_unit_counts_count_every_token_once_a_block(text):
