@@ -34,3 +34,9 @@ def results_dir() -> Path:
     """Where tables are written: $SPARSELIB_RESULTS, or data/results of the repository."""
     chosen = os.environ.get("SPARSELIB_RESULTS")
     return Path(chosen).resolve() if chosen else repository() / "data" / "results"
+
+
+def runs_dir() -> Path:
+    """Where recorded trainings lie: $SPARSELIB_RUNS, or data/runs of the repository."""
+    chosen = os.environ.get("SPARSELIB_RUNS")
+    return Path(chosen).resolve() if chosen else repository() / "data" / "runs"
