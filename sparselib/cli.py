@@ -11,6 +11,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from . import __version__
+from .cli_runs import runs_app, sweep
 
 # What a user can mend: one clear line and no traceback.
 BAD_INPUT = (ValueError, FileNotFoundError, MemoryError)
@@ -42,6 +43,8 @@ notebooks_app = typer.Typer(no_args_is_help=True, help="Run and check the notebo
 app.add_typer(notebooks_app, name="notebooks")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine, and decoding on it.")
 app.add_typer(bench_app, name="bench")
+app.add_typer(runs_app, name="runs")
+app.command()(sweep)
 
 Profile = Annotated[str, typer.Option(help="Size of the experiments: smoke (seconds), laptop (minutes), paper (GPUs).")]
 Preset = Annotated[str, typer.Option(help="paper_800m, paper_17b, laptop or smoke.")]

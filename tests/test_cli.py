@@ -27,7 +27,7 @@ def test_version():
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ([], ["presets", "cost", "bench", "decode", "notebooks", "book", "reference", "--version"]),
+        ([], ["presets", "cost", "bench", "decode", "notebooks", "book", "reference", "runs", "sweep", "--version"]),
         (["cost"], ["--preset", "--variant", "--context", "--json"]),
         (["bench"], ["machine", "decode"]),
         (["bench", "machine"], ["bandwidth", "FLOPs"]),
@@ -44,6 +44,12 @@ def test_version():
         (["notebooks"], ["run", "lint", "refresh"]),
         (["notebooks", "run"], ["[names]", "--profile", "--parameter", "-p", "--output"]),
         (["notebooks", "lint"], ["[folder]", "--profile"]),
+        (["runs"], ["list", "show", "replay", "export"]),
+        (["runs", "list"], ["--experiment", "--json", "--strict"]),
+        (["runs", "show"], ["[key]", "--experiment", "--variant", "--seed"]),
+        (["runs", "replay"], ["--experiment", "--variant", "--seed", "--steps"]),
+        (["runs", "export"], ["--experiment", "--csv"]),
+        (["sweep"], ["SWEEP.yaml", "--executor", "dask://HOST", "--workers"]),
         (["book"], ["--profile"]),
         (["reference"], ["folder"]),
     ],

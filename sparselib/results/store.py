@@ -22,7 +22,7 @@ from ..training.config import TrainConfig, explain
 
 RECIPE = 1  # raise it when the same config would give other losses: every run is then recorded again
 
-Loss = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda loss: round(loss, 5))]
+Rounded = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 5))]
 Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -30,7 +30,8 @@ class RunRecord(BaseModel):
     """One finished training: what fixed it (``config`` whole, ``recipe``, ``data_checksum``), what it gave, and where.
 
     ``losses`` are those of every step, ``validation`` pairs (step, loss), ``final_loss`` the last of these; ``minutes``
-    of training, ``peak_memory_gb`` in 10^9 bytes; ``code_version`` the commit; ``extra`` what a hook looked at.
+    of training, ``peak_memory_gb`` in 10^9 bytes; ``code_version`` the commit; ``extra`` what a hook saw at each
+    validation.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,15 +45,15 @@ class RunRecord(BaseModel):
     data_checksum: str
     parameters: int
     tokens: int
-    losses: Annotated[list[Loss], Field(min_length=1)]
-    validation: Annotated[list[tuple[int, Loss]], Field(min_length=1)]
-    final_loss: Loss
+    losses: Annotated[list[Rounded], Field(min_length=1)]
+    validation: Annotated[list[tuple[int, Rounded]], Field(min_length=1)]
+    final_loss: Rounded
     minutes: Positive
     peak_memory_gb: Positive
     code_version: Annotated[str, Field(pattern="^[0-9a-f]{40,64}$")]
     date: datetime.date
     machine: dict[str, Any]
-    extra: dict[str, Any] = {}
+    extra: dict[str, list[Rounded]] = {}
 
     @model_validator(mode="after")
     def _is_of_its_config(self) -> Self:
