@@ -3,60 +3,81 @@ import json
 import shutil
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sparselib import paths
-from sparselib.tasks import corpora
-from sparselib.tasks.corpora import COLUMNS, END, load_corpus, pack
+from sparselib.tasks import shipped
+from sparselib.tasks.corpora import COLUMNS, CORPORA, corpus_checksum, load_corpus, texts
+
+SOURCES = ("wikipedia-vital", "sotu", "plos", "house-of-commons")
 
 
-class ByteTokenizer:
-    """Bytes shifted by one, END = 0: what ``pack`` needs of a tokenizer."""
-
-    def token_to_id(self, token):
-        return 0 if token == END else None
-
-    def encode_batch(self, texts):
-        return [type("Encoding", (), {"ids": [1 + byte for byte in text.encode()]}) for text in texts]
+@pytest.fixture(scope="module")
+def shipped_corpora():
+    return {name: load_corpus(name) for name in CORPORA}
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """A copy of data/corpora that a test may spoil."""
     folder = tmp_path / "corpora"
-    shutil.copytree(paths.corpora_dir(), folder)
-    monkeypatch.setattr(corpora, "corpora_dir", lambda: folder)
+    shutil.copytree(paths.corpora_dir(), folder, ignore=shutil.ignore_patterns("local"))
+    monkeypatch.setattr(shipped, "corpora_dir", lambda: folder)
     return folder
 
 
-def test_lm_ci_is_what_its_readme_says():
-    corpus = load_corpus("lm_ci")
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_corpus_is_what_its_readme_says(name, shipped_corpora):
+    corpus = shipped_corpora[name]
     readme = (paths.corpora_dir() / "README.md").read_text("utf-8")
     assert list(corpus) == ["train", "validation"]
+    counts = {}
     for split, dataset in corpus.items():
         assert dataset.column_names == list(COLUMNS)
+        file = CORPORA[name].format(split=split)
         size = sum(len(text.encode()) for text in dataset["text"])
-        assert f"| `lm_ci_{split}.jsonl.gz` | {len(dataset)} | {size:,} bytes |" in readme
+        on_disk = (paths.corpora_dir() / file).stat().st_size
+        assert f"| `{file}` | {len(dataset):,} | {size:,} bytes | {on_disk:,} bytes |" in readme
         assert all(text.strip() for text in dataset["text"])
+        for source in SOURCES:
+            found = [len(row["text"].encode()) for row in dataset if row["source"] == source]
+            counts.setdefault(source, []).append(f"{len(found):,}: {sum(found):,}")
+    for source, columns in counts.items():
+        line = next(line for line in readme.splitlines() if line.startswith(f"| `{source}` |") and ": " in line)
+        assert " | ".join(columns) in line
     assert not set(corpus["train"]["id"]) & set(corpus["validation"]["id"])
 
 
-def test_every_source_has_a_licence_file_that_names_its_licence():
-    rows = [row for dataset in load_corpus("lm_ci").values() for row in dataset]
+def test_every_source_has_a_licence_file_that_names_its_licence(shipped_corpora):
+    rows = [row for corpus in shipped_corpora.values() for dataset in corpus.values() for row in dataset]
+    notices = {source: (paths.corpora_dir() / "licenses" / f"{source}.md").read_text("utf-8") for source in SOURCES}
+    assert {row["source"] for row in rows} == set(SOURCES)
     for source, licence in {(row["source"], row["license"]) for row in rows}:
-        notice = (paths.corpora_dir() / "licenses" / f"{source}.md").read_text("utf-8")
-        assert f"`{licence}`" in notice
-        assert "https://" in notice
+        assert f"`{licence}`" in notices[source]
+        assert "https://" in notices[source]
+    entries = {entry.split(">")[0]: " ".join(entry.split()) for entry in notices["plos"].split("<https://doi.org/")}
     for row in rows:
         if row["source"] == "plos":
-            assert row["id"].removeprefix("plos/") in (paths.corpora_dir() / "licenses/plos.md").read_text("utf-8")
+            entry = entries[row["id"].removeprefix("plos/")]
+            assert ("(CC0 1.0)" in entry) == (row["license"] == "CC0-1.0")
+            assert " ".join(row["title"].split()) in entry
+
+
+def test_the_vocabulary_has_a_licence_file():
+    notice = (paths.corpora_dir() / "licenses" / "t5-vocabulary.md").read_text("utf-8")
+    assert "`t5_spiece.model`" in notice and "`Apache-2.0`" in notice
+
+
+def test_texts_are_the_documents_in_order(shipped_corpora):
+    documents = list(shipped_corpora["lm_ci"]["validation"]["text"])
+    assert list(texts("lm_ci", "validation")) == documents
+    assert list(texts("lm_ci", "validation", 3)) == documents[:3]
 
 
 def test_unknown_corpus_is_refused():
     with pytest.raises(ValueError, match="'lm_c4'.*'lm_ci'"):
         load_corpus("lm_c4")
+    with pytest.raises(ValueError, match=r"'novel.pdf'.*\.txt, \.parquet"):
+        load_corpus("novel.pdf")
 
 
 def test_missing_file_is_named(copy):
@@ -88,45 +109,10 @@ def test_missing_checksums_are_named(copy):
 
 def test_checksums_list_every_shipped_file():
     folder = paths.corpora_dir()
-    assert set(json.loads((folder / "checksums.json").read_text())) == {p.name for p in folder.glob("*.gz")}
+    shipped_files = {path.name for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
+    assert set(json.loads((folder / "checksums.json").read_text())) == shipped_files - {"README.md", "checksums.json"}
 
 
-@given(
-    st.lists(st.text(min_size=1, max_size=20).filter(str.strip), min_size=1, max_size=8),
-    st.integers(min_value=1, max_value=9),
-)
-def test_windows_predict_every_token_once_and_in_order(texts, length):
-    tokenizer = ByteTokenizer()
-    stream = [token for encoding in tokenizer.encode_batch(texts) for token in (*encoding.ids, 0)]
-    if len(stream) <= length:
-        with pytest.raises(ValueError, match="length"):
-            pack(texts, tokenizer, length)
-        return
-    windows = pack(texts, tokenizer, length)
-    kept = (len(stream) - 1) // length * length
-    assert windows.dtype == torch.int64 and windows.shape == (kept // length, length + 1)
-    assert windows[:, 1:].flatten().tolist() == stream[1 : kept + 1]
-    assert windows[:, :-1].flatten().tolist() == stream[:kept]
-
-
-@pytest.mark.parametrize(
-    ("documents", "length", "message"),
-    [
-        ([], 4, "documents = .*at least one"),
-        (["good", " \n"], 4, r"documents\[1\]"),
-        ("one string", 4, "a list of strings"),
-        (["good text"], 0, "length = 0"),
-        (["good text"], 2.5, "length = 2.5"),
-        (["good"], 5, "length = 5: must be below the 5 tokens"),
-    ],
-)
-def test_bad_input_to_pack_is_refused(documents, length, message):
-    with pytest.raises(ValueError, match=message):
-        pack(documents, ByteTokenizer(), length)
-
-
-def test_a_tokenizer_without_end_is_refused():
-    from tokenizers import Tokenizer, models
-
-    with pytest.raises(ValueError, match="knows the token"):
-        pack(["text"], Tokenizer(models.BPE()), 2)
+def test_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="split = 'test'.*'train'"):
+        corpus_checksum("lm_ci", "test")
