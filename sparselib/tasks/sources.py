@@ -130,11 +130,14 @@ class Splits:
 def load_splits(data: DataConfig) -> Splits:
     """Both splits of ``data.corpus``, tokenized and cut, from the cache where they are in it.
 
-    Errors: those of ``load_corpus``; ValueError for lengths that cannot be or a split with too little text.
+    Errors: those of ``load_corpus``; ValueError for lengths that cannot be, a split with too little text, a
+    ``vocab_size`` that is not the tokenizer's.
     """
     check_shipped(data.corpus)
     checksums = "".join(corpus_checksum(data.corpus, split) for split in SPLITS)
     vocabulary = vocabulary_of(data)
+    size = vocabulary.vocab_size
+    require(data.vocab_size == size, "vocab_size", data.vocab_size, f"{size}, as tokenizer {data.tokenizer} has it")
     objective = _objective(data, vocabulary)
     validation = _whole(data.corpus, "validation", vocabulary, objective)
     train: WindowSource | StreamSource

@@ -66,6 +66,20 @@ def test_a_second_start_reads_the_cache_alone(monkeypatch):
     assert torch.equal(again.train.windows, once.train.windows)
 
 
+def t5(vocab_size):
+    """As the config of a run, before it is checked."""
+    return DataConfig.model_construct(
+        corpus="lm_ci", tokenizer="t5", vocab_size=vocab_size, length=32, objective="span", target_length=16
+    )
+
+
+def test_t5_needs_room_for_its_sentinels():
+    batch = next(load_splits(t5(32100)).train.batches(8, seed=0))
+    assert batch["source"].max() == 32099
+    with pytest.raises(ValueError, match="vocab_size = 32000: must be 32100"):
+        load_splits(t5(32000))
+
+
 @given(st.integers(1, 30), st.data())
 def test_a_pass_has_every_window_once(windows, data):
     batch = data.draw(st.integers(1, windows))
