@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -319,7 +318,7 @@ def decode(
     from .decode import DTYPES, Packed, pack_random
     from .decode.engine import usable_threads
     from .decode.layout import Layout
-    from .decode.memory import require_memory
+    from .decode.memory import peak_memory, require_memory
 
     require((preset is None) != (packed is None), "preset, packed", (preset, packed), "exactly one given")
     config = None if preset is None else preset_of(preset, variant)
@@ -340,8 +339,45 @@ def decode(
     typer.echo(f"{n['ms_median']:.2f} ms a token (quartiles {n['ms_q1']:.2f} .. {n['ms_q3']:.2f}, {n['n']} tokens)")
     typer.echo(f"{n['gb_s']:.1f} GB/s of the {n['read_gb_s']:.1f} GB/s that {n['threads']} threads can read")
     typer.echo(f"{100 * n['limit_fraction']:.0f} % of the limit ({n['limit_ms']:.2f} ms)")
-    peak, looking = _peak_memory() / 1e9, reader.nbytes / 1e9
+    peak, looking = peak_memory() / 1e9, reader.nbytes / 1e9
     typer.echo(f"{peak:.2f} GB of memory at the peak, {looking:.2f} of them to measure the bandwidth")
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file of a run, such as data/configs/laptop_dense.yaml.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
+    seed: Annotated[int | None, typer.Option(help="In place of the config's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoints; default: _build/training/EXPERIMENT/VARIANT-SEED.")
+    ] = None,
+) -> None:
+    """Train a model on this machine; on several GPUs: accelerate launch -m sparselib.cli train CONFIG."""
+    from accelerate import PartialState
+
+    from .paths import repository
+    from .training import TrainConfig, train_run
+
+    settings = TrainConfig.load(config)
+    if seed is not None:
+        settings = TrainConfig.model_validate(settings.model_dump() | {"seed": seed})
+    name = f"{settings.variant}-{settings.seed}"
+    folder = out or repository() / "_build" / "training" / settings.experiment / name
+    try:
+        result = train_run(settings, folder=folder, resume=resume, progress=True)
+    except KeyboardInterrupt as stop:
+        again = f"sparselib train {config} --resume --seed {settings.seed} --out {folder}"
+        typer.echo(f"sparselib: {stop or 'stopped'}; to go on: {again}", err=True)
+        raise typer.Exit(130) from None
+    except (FloatingPointError, OSError) as error:
+        typer.echo(f"sparselib: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, FileNotFoundError) else 1) from None
+    if PartialState().is_main_process:
+        typer.echo(f"{result.parameters:,} weights, {result.tokens:,} tokens in {result.seconds / 60:.1f} min")
+        speed, peak = result.tokens / result.seconds, result.peak_memory_bytes / 1e9
+        typer.echo(f"{speed:,.0f} tokens/s, {peak:.2f} GB at the peak")
+        typer.echo(f"validation loss {result.validation[-1][1]:.4f} nats a token")
+        typer.echo(f"kept in {result.checkpoint}")
 
 
 def _bar(total: float, what: str = "") -> Any:
@@ -349,13 +385,6 @@ def _bar(total: float, what: str = "") -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc=what, delay=0.5, bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}")
-
-
-def _peak_memory() -> int:
-    """Bytes of memory that the process has held at most."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _parse_parameter(text: str) -> tuple[str, Any]:

@@ -40,7 +40,6 @@ def train_variants(
     progress: bool = True,
 ) -> dict[str, Trained]:
     """Train each config from the same seed on the same batches in the same order."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     trained = {}
     for name, config in configs.items():
         torch.manual_seed(seed)
@@ -55,7 +54,6 @@ def train_variants(
             warmup=max(1, steps // 10),
             validate_every=validate_every,
             seed=seed,
-            device=device,
             progress=progress,
         )
         trained[name] = Trained(model.cpu().eval(), run)

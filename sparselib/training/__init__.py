@@ -1,6 +1,17 @@
-"""Training: the objective and a small loop."""
+"""Training: the objective, the optimizers, the loop and its checkpoints."""
 
-from .loop import TrainingRun, evaluate, train
+from .config import DataConfig, OptimizerConfig, TrainConfig
+from .loop import TrainingResult, TrainingRun, evaluate, train, train_run
 from .objectives import next_token_loss
 
-__all__ = ["TrainingRun", "evaluate", "next_token_loss", "train"]
+__all__ = [
+    "DataConfig",
+    "OptimizerConfig",
+    "TrainConfig",
+    "TrainingResult",
+    "TrainingRun",
+    "evaluate",
+    "next_token_loss",
+    "train",
+    "train_run",
+]

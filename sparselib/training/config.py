@@ -92,7 +92,9 @@ class TrainConfig(_Config):
         require((self.steps is None) != (self.epochs is None), "steps, epochs", (self.steps, self.epochs), "one given")
         require(self.batch % self.accumulate == 0, "batch", self.batch, f"a multiple of accumulate = {self.accumulate}")
         if self.steps is not None:
-            require(self.optimizer.warmup <= self.steps, "warmup", self.optimizer.warmup, f"at most steps {self.steps}")
+            require(
+                self.optimizer.warmup <= self.steps, "warmup", self.optimizer.warmup, f"at most steps = {self.steps}"
+            )
         model = self.model_config_()
         wanted = "encoder_decoder" if self.data.objective == "span" else "decoder"
         require(

@@ -1,37 +1,135 @@
-"""A training loop that one can read in a minute. Losses are in nats a token, times in seconds.
+"""The training loop. Losses are in nats a token, times in seconds.
 
-The run is fixed by its arguments, the model's weights, and ``seed``: the order of the batches has a generator
-of its own, and what the model draws (dropout, Gumbel noise) comes from torch's generator, seeded here and
-given back after.
+:func:`train_run` trains what a :class:`TrainConfig` says, with checkpoints; :func:`train` is its short form for
+a model and windows at hand. A run is fixed by its arguments, the model's weights, and the seed: the order of the
+batches has a generator of its own, and what the model draws (dropout, Gumbel noise) comes from torch's generator,
+seeded here and given back after.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from ..checks import require, require_size
-from .objectives import next_token_loss
+from ..decode.memory import peak_memory
+from ..models import Transformer
+from ..tasks.objectives import Batch, Causal
+from ..tasks.sources import Splits, WindowSource, load_splits
+from . import checkpoints
+from .checkpoints import Trace
+from .config import OptimizerConfig, TrainConfig
+from .objectives import count_targets, mean_loss, predict, total_loss_
+from .optimizers import BETAS, LAST_RATE
+from .trainer import Trainer
 
-BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
 CLIP = 1.0  # largest norm of all gradients together
-LAST_RATE = 0.1  # the cosine ends at this share of the learning rate
+
+Hook = Callable[[int, nn.Module], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What :func:`train_run` gave.
+
+    ``losses`` of every update's batch before it; ``validation`` pairs (step, loss of all validation windows); ``extra``
+    under each name what ``on_validate`` said at every point of validation. ``tokens`` counts targets, ``seconds`` the
+    updates, also of earlier starts. ``peak_memory_bytes``: of this process since it began, on a GPU of the run.
+    """
+
+    losses: tuple[float, ...]
+    validation: tuple[tuple[int, float], ...]
+    extra: dict[str, list[float]]
+    tokens: int
+    seconds: float
+    peak_memory_bytes: int
+    parameters: int
+    model: Transformer
+    checkpoint: Path | None
+
+
+def train_run(
+    config: TrainConfig,
+    *,
+    folder: Path | None,
+    resume: bool,
+    progress: bool,
+    stop_after: int | None = None,
+    on_validate: Hook | None = None,
+) -> TrainingResult:
+    """Train what ``config`` says, or go on with it, and keep checkpoints in ``folder`` (None: keep none).
+
+    ``resume`` takes up the last checkpoint in ``folder``, if there is one, to the same losses as a run that never
+    stopped. ``stop_after`` ends before that many steps are exceeded, as Ctrl-C would, but quietly. At every validation
+    ``on_validate(step, model)`` may look at the model; what it returns is collected.
+
+    Errors: ValueError for data or a checkpoint that is not that of ``config``; FloatingPointError naming the step and
+    the last checkpoint when a loss is NaN or infinite; KeyboardInterrupt after Ctrl-C, once the step is done and
+    saved; OSError when a checkpoint cannot be written (the one before stays).
+    """
+    splits = load_splits(config.data)
+    steps = _steps(config, splits)
+    with _own_randomness(config.seed):
+        model = Transformer(config.model_config_())
+    trainer = Trainer(model, config.optimizer, steps, accumulate=config.accumulate, precision=config.precision)
+    keeper = _Keeper(folder, config, splits.checksum, trainer)
+    if trainer.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(trainer.device)
+    with _own_randomness(config.seed + trainer.accelerator.process_index), _interrupt_noted() as interrupted:
+        trace = keeper.start(resume)
+
+        def after_step(step: int) -> bool:
+            stop = trainer.any(interrupted())
+            if not stop and config.checkpoint_every is not None and step % config.checkpoint_every == 0:
+                keeper.save(trace)
+            return stop
+
+        try:
+            stopped = _fit(
+                trainer,
+                splits.train.batches(config.batch, config.seed, skip=trace.step),
+                lambda: splits.validation.in_order(config.batch // config.accumulate),
+                trace,
+                last=steps if stop_after is None else min(steps, stop_after),
+                validate_every=config.validate_every,
+                after_step=after_step,
+                on_validate=on_validate,
+                progress=progress,
+            )
+        except FloatingPointError as error:
+            last_good = folder and checkpoints.latest(folder)
+            raise FloatingPointError(f"{error}; last good checkpoint: {last_good or 'none'}") from None
+        checkpoint = keeper.save(trace)
+    if stopped:
+        raise KeyboardInterrupt(f"stopped after step {trace.step} of {steps}, kept in {checkpoint or 'no folder'}")
+    return TrainingResult(
+        losses=tuple(trace.losses),
+        validation=tuple(trace.validation),
+        extra=trace.extra,
+        tokens=trace.tokens,
+        seconds=trace.seconds,
+        peak_memory_bytes=_peak_memory(trainer.device),
+        parameters=sum(p.numel() for p in model.parameters()),
+        model=model,
+        checkpoint=checkpoint,
+    )
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a training gave. Losses are in nats a token; step s is the s-th update, counted from 1."""
+    """What :func:`train` gave. Losses are in nats a token; step s is the s-th update, counted from 1."""
 
     losses: tuple[float, ...]  # of the batch of every step, before its update
     validation: tuple[tuple[int, float], ...]  # (step, loss over all validation windows after that step)
@@ -53,45 +151,43 @@ def train(
     seed: int,
     validate_every: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
-    device: str | torch.device = "cpu",
     progress: bool = True,
 ) -> TrainingRun:
     """Train ``model`` (tokens (B, T) -> logits (B, T, vocab)) in place, on windows (n, T + 1) of tokens.
 
-    AdamW, weight decay on matrices only; the rate rises linearly for ``warmup`` steps, then falls as a cosine
-    to a tenth; gradients are clipped at norm 1. Every epoch goes through the windows in a new order, whole
-    batches only. Validation comes after the last step and every ``validate_every`` steps; then
-    ``on_step(step, loss)`` may look at the model. ``progress`` shows a bar with tokens/s, time left and loss.
+    It is moved to the GPU, if there is one. AdamW, weight decay on matrices only; the rate rises linearly for
+    ``warmup`` steps, then falls as a cosine to a tenth; gradients are clipped at norm 1. Every epoch goes through the
+    windows in a new order, whole batches only. Validation comes after the last step and every ``validate_every`` steps;
+    then ``on_step(step, loss)`` may look at the model. ``progress`` shows a bar with tokens/s, time left and loss.
 
     Errors: ValueError for settings that cannot be; FloatingPointError, naming the step, when a loss is NaN or
     infinite.
     """
     _check(windows, validation, steps, batch, learning_rate, warmup, seed)
-    every = steps if validate_every is None else validate_every
-    require_size("validate_every", every)
-    model.to(device)
-    optimizer = _optimizer(model, learning_rate)
-    schedule = LambdaLR(optimizer, lambda step: rate(step + 1, steps, warmup))
-    order = _batches(windows, batch, torch.Generator().manual_seed(seed))
-    tokens = batch * (windows.shape[1] - 1)
-    losses: list[float] = []
-    points: list[tuple[int, float]] = []
-    seconds = 0.0
-    bar = tqdm(total=steps * tokens, unit="tok", unit_scale=True, desc="training", disable=not progress)
-    with _own_randomness(seed), bar:
-        for step in range(1, steps + 1):
-            start = time.perf_counter()
-            losses.append(_step(model, next(order).to(device), optimizer, step))
-            schedule.step()
-            seconds += time.perf_counter() - start
-            if step % every == 0 or step == steps:
-                points.append((step, _finite(evaluate(model, validation, batch), step, "validation loss")))
-            if on_step is not None:
-                with _own_randomness(seed):  # what on_step draws does not change the run
-                    on_step(step, losses[-1])
-            bar.update(tokens)
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-    config = {
+    if validate_every is not None:
+        require_size("validate_every", validate_every)
+    optimizer = OptimizerConfig(learning_rate=learning_rate, warmup=warmup, weight_decay=WEIGHT_DECAY, clip=CLIP)
+    sources = [WindowSource(split, Causal(split.shape[1] - 1)) for split in (windows, validation)]
+    trace = Trace()
+
+    def after_step(step: int) -> bool:
+        if on_step is not None:
+            with _own_randomness(seed):  # what on_step draws does not change the run
+                on_step(step, trace.losses[-1])
+        return False
+
+    with _own_randomness(seed):
+        _fit(
+            Trainer(model, optimizer, steps),
+            sources[0].batches(batch, seed),
+            lambda: sources[1].in_order(batch),
+            trace,
+            last=steps,
+            validate_every=validate_every,
+            after_step=after_step,
+            progress=progress,
+        )
+    settings = {
         "steps": steps,
         "batch": batch,
         "length": windows.shape[1] - 1,
@@ -101,9 +197,10 @@ def train(
         "weight_decay": WEIGHT_DECAY,
         "clip": CLIP,
         "last_rate": LAST_RATE,
-        "validate_every": every,
+        "validate_every": steps if validate_every is None else validate_every,
     }
-    return TrainingRun(tuple(losses), tuple(points), seconds, steps * tokens / seconds, config, seed)
+    speed = trace.tokens / trace.seconds
+    return TrainingRun(tuple(trace.losses), tuple(trace.validation), trace.seconds, speed, settings, seed)
 
 
 @torch.no_grad()
@@ -111,52 +208,132 @@ def evaluate(model: nn.Module, windows: Tensor, batch: int) -> float:
     """Mean loss (nats a token) of all ``windows`` (n, T + 1), ``batch`` at a time, no dropout or noise."""
     require_size("batch", batch)
     _check_windows("windows", windows)
-    device = next(model.parameters()).device
-    was_training = model.training
+    device, was_training = next(model.parameters()).device, model.training
     model.eval()
-    total = 0.0
-    for part in windows.split(batch):
-        part = part.to(device)
-        total += next_token_loss(model(part[:, :-1]), part[:, 1:]).item() * len(part)
+    parts = ({"tokens": part.to(device)} for part in windows.split(batch))
+    loss = mean_loss(lambda part: total_loss_(*predict(model, part)), parts)
     model.train(was_training)
-    return total / len(windows)
+    return loss
 
 
-def rate(step: int, steps: int, warmup: int) -> float:
-    """Share of the learning rate at ``step`` (from 1): up to 1 at ``warmup``, a cosine down to a tenth."""
-    if step <= warmup:
-        return step / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+def _fit(
+    trainer: Trainer,
+    batches: Iterator[Batch],
+    validation: Callable[[], Iterable[Batch]],
+    trace: Trace,
+    *,
+    last: int,
+    validate_every: int | None,
+    after_step: Callable[[int], bool],
+    on_validate: Hook | None = None,
+    progress: bool,
+) -> bool:
+    """Update up to step ``last``, writing into ``trace``; True if ``after_step(step)`` said to stop before."""
+    every = trainer.steps if validate_every is None else validate_every
+    with _bar(trace, last, progress and trainer.accelerator.is_main_process) as bar:
+        while trace.step < last:
+            start = time.perf_counter()
+            batch, step = next(batches), trace.step + 1
+            loss, targets = trainer.update(batch, step), count_targets(batch)
+            trace.seconds += time.perf_counter() - start
+            trace.losses.append(loss)
+            trace.tokens += targets
+            if step % every == 0 or step == trainer.steps:
+                trace.validation.append((step, trainer.validate(validation(), step)))
+                if on_validate is not None:
+                    with _own_randomness(step):
+                        _collect(trace, on_validate(step, trainer.bare_model))
+            bar.total = bar.total or targets * last
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update(targets)
+            if after_step(step):
+                return step < trainer.steps
+    return False
 
 
-def _step(model: nn.Module, part: Tensor, optimizer: Optimizer, step: int) -> float:
-    model.train()
-    loss = next_token_loss(model(part[:, :-1]), part[:, 1:])
-    value = _finite(loss.item(), step, "loss")
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step()
-    return value
+def _bar(trace: Trace, last: int, shown: bool) -> tqdm:
+    """Tokens a second, time left and loss; a run that goes on starts where it stopped."""
+    total = round(trace.tokens / trace.step * last) if trace.step else None
+    return tqdm(total=total, initial=trace.tokens, unit="tok", unit_scale=True, desc="training", disable=not shown)
 
 
-def _optimizer(model: nn.Module, learning_rate: float) -> AdamW:
-    """AdamW that pulls matrices, not biases and scales, towards zero."""
-    weights = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=learning_rate, betas=BETAS)
+def _collect(trace: Trace, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        trace.extra.setdefault(name, []).append(value)
+    complete = all(len(found) == len(trace.validation) for found in trace.extra.values())
+    require(complete, "on_validate", sorted(values), f"the same names at every validation, {sorted(trace.extra)}")
 
 
-def _batches(windows: Tensor, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Whole batches without end; a new order every epoch."""
-    while True:
-        for chosen in torch.randperm(len(windows), generator=generator).split(batch):
-            if len(chosen) == batch:
-                yield windows[chosen]
+@dataclass(frozen=True)
+class _Keeper:
+    """Checkpoints of a run in ``folder``; None: none are kept."""
+
+    folder: Path | None
+    config: TrainConfig
+    data_checksum: str
+    trainer: Trainer
+
+    def start(self, resume: bool) -> Trace:
+        """What the run has given before: nothing, or all up to the last checkpoint, which the trainer takes up."""
+        path = None if self.folder is None else checkpoints.latest(self.folder)
+        if path is None:
+            return Trace()
+        require(resume, "folder", str(self.folder), f"without a checkpoint, to start ({path.name} is there), or resume")
+        found = checkpoints.load(path)
+        checkpoints.check_same_run(found, self.config, self.data_checksum, self.trainer.accelerator.num_processes)
+        self.trainer.load_state(found.weights, found.state)
+        return found.manifest.trace
+
+    def save(self, trace: Trace) -> Path | None:
+        """The checkpoint of where the run stands."""
+        if self.folder is None or not trace.step:
+            return None
+        state = self.trainer.state()
+        if self.trainer.accelerator.is_main_process:
+            checkpoints.save(self.folder, self.config, self.data_checksum, trace, *state)
+        self.trainer.accelerator.wait_for_everyone()
+        return checkpoints.latest(self.folder)
+
+
+def _steps(config: TrainConfig, splits: Splits) -> int:
+    """Updates of the whole run."""
+    require(
+        splits.vocab_size == config.data.vocab_size,
+        "data.vocab_size",
+        config.data.vocab_size,
+        f"{splits.vocab_size}, that of the tokenizer",
+    )
+    if config.epochs is None:
+        return cast(int, config.steps)
+    windows = splits.train.windows
+    require(windows is not None, "epochs", config.epochs, "replaced by steps: a stream has no end")
+    steps = max(1, round(config.epochs * len(cast(Tensor, windows)) / config.batch))
+    require(config.optimizer.warmup <= steps, "warmup", config.optimizer.warmup, f"at most steps = {steps}")
+    return steps
+
+
+def _peak_memory(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C does not strike in the middle of a step, but is noted and can be asked for; a second one strikes."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+        yield lambda: False
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -165,12 +342,6 @@ def _own_randomness(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
-
-
-def _finite(loss: float, step: int, name: str) -> float:
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"{name} is {loss} at step {step}: lower the learning rate or lengthen the warm-up")
-    return loss
 
 
 def _check(

@@ -1,11 +1,12 @@
+"""The short form of a run: a model and windows at hand."""
+
 import dataclasses
-import math
 
 import pytest
 import torch
 from torch import nn
 
-from sparselib.training import evaluate, loop, next_token_loss, train
+from sparselib.training import evaluate, train
 
 VOCAB = 11
 SETTINGS = {"steps": 12, "batch": 4, "learning_rate": 1e-2, "warmup": 3, "seed": 5, "progress": False}
@@ -34,18 +35,6 @@ def make(dropout=0.0):
 def windows():
     """Counting modulo VOCAB from any start: the next token follows from the one before."""
     return (torch.arange(30)[:, None] + torch.arange(7)[None]) % VOCAB
-
-
-def test_the_loss_is_the_mean_negative_log_probability():
-    torch.manual_seed(1)
-    logits, targets = torch.randn(2, 3, VOCAB, dtype=torch.float64), torch.randint(VOCAB, (2, 3))
-    slow = [-math.log(logits[b, t].softmax(0)[targets[b, t]]) for b in range(2) for t in range(3)]
-    assert next_token_loss(logits, targets).item() == pytest.approx(sum(slow) / 6, rel=1e-12)
-
-
-def test_loss_of_targets_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match="targets.shape"):
-        next_token_loss(torch.zeros(2, 3, VOCAB), torch.zeros(3, 2, dtype=torch.int64))
 
 
 def test_training_learns_to_count(windows):
@@ -88,59 +77,6 @@ def test_models_that_draw_and_models_that_do_not_see_the_same_batches(windows):
     assert seen[0.0] == seen[0.5]
 
 
-def test_every_epoch_sees_each_window_once_in_a_new_order():
-    windows = torch.arange(10)[:, None].repeat(1, 3)
-    batches = loop._batches(windows, 3, torch.Generator().manual_seed(0))
-    epochs = [[int(row[0]) for _ in range(3) for row in next(batches)] for _ in range(4)]
-    assert all(len(set(epoch)) == 9 for epoch in epochs)  # three whole batches; one window waits
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-
-
-def test_the_rate_rises_in_a_line_and_falls_to_a_tenth():
-    rates = [loop.rate(step, 100, 10) for step in range(1, 101)]
-    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
-    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
-    assert rates[54] == pytest.approx((1 + loop.LAST_RATE) / 2)  # half-way down
-    assert rates[-1] == pytest.approx(loop.LAST_RATE)
-    assert loop.rate(1, 5, 0) < 1 and loop.rate(5, 5, 5) == 1
-
-
-def test_the_rates_used_are_those_of_the_schedule(windows, monkeypatch):
-    used = []
-    make_optimizer = loop._optimizer
-
-    def spy(model, learning_rate):
-        optimizer = make_optimizer(model, learning_rate)
-        optimizer.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
-        return optimizer
-
-    monkeypatch.setattr(loop, "_optimizer", spy)
-    train(make(), windows, windows, **SETTINGS)
-    assert used == pytest.approx([1e-2 * loop.rate(step, 12, 3) for step in range(1, 13)])
-
-
-def test_only_matrices_decay():
-    model = make()
-    optimizer = loop._optimizer(model, 0.1)
-    matrices, others = optimizer.param_groups
-    assert {id(p) for p in matrices["params"]} == {id(model.embed.weight), id(model.out.weight)}
-    assert matrices["weight_decay"] == 0.01 and others["weight_decay"] == 0
-    assert len(others["params"]) == 3 and matrices["betas"] == (0.9, 0.98)
-
-
-def test_gradients_are_clipped(windows):
-    model = make()
-    with torch.no_grad():
-        model.out.weight.mul_(1e3)
-    norms = []
-
-    def watch(*_):
-        norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
-
-    train(model, windows, windows, **{**SETTINGS, "steps": 3}, on_step=watch)
-    assert norms == pytest.approx([1.0, 1.0, 1.0], rel=1e-3)
-
-
 def test_validation_points_and_on_step(windows):
     seen = []
     run = train(make(), windows, windows[:5], **SETTINGS, validate_every=5, on_step=lambda *seen_: seen.append(seen_))
@@ -172,12 +108,6 @@ def test_a_nan_loss_stops_the_run_and_names_the_step(windows):
 
     with pytest.raises(FloatingPointError, match="loss is nan at step 4"):
         train(model, windows, windows, **SETTINGS, on_step=spoil)
-
-
-def test_an_infinite_validation_loss_stops_the_run(windows, monkeypatch):
-    monkeypatch.setattr(loop, "evaluate", lambda *_: float("inf"))
-    with pytest.raises(FloatingPointError, match="validation loss is inf at step 12"):
-        train(make(), windows, windows, **SETTINGS)
 
 
 def test_the_bar_shows_on_request_only(windows, capsys):

@@ -1,0 +1,84 @@
+"""Several processes are one: the same losses from the same batches. And the command that starts them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from sparselib.cli import app
+from sparselib.training import TrainConfig, checkpoints, loop, train_run
+
+FIELDS = {
+    "experiment": "e",
+    "variant": "v",
+    "model": {"preset": "smoke"},
+    "data": {"corpus": "lm_ci", "vocab_size": 300, "length": 64},
+    "optimizer": {"learning_rate": 1e-2, "warmup": 1},
+    "steps": 4,
+    "batch": 16,
+    "accumulate": 2,
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(FIELDS))
+    return path
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def test_two_processes_are_one(file, tmp_path):
+    launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    command = [sys.executable, "-m", *launch.split(), "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += ["-m", "sparselib.cli", "train", str(file), "--out", str(tmp_path / "two")]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("validation loss") == 1  # one of the two speaks
+    manifest = checkpoints.load(checkpoints.latest(tmp_path / "two")).manifest
+    assert manifest.processes == 2
+    alone = train_run(TrainConfig.load(file), folder=None, resume=False, progress=False)
+    assert manifest.trace.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert manifest.trace.validation[0][1] == pytest.approx(alone.validation[0][1], rel=1e-5)
+    result = call(file, "--out", tmp_path / "two", "--resume")
+    assert result.exit_code == 2 and "processes = 1: must be 2" in result.output
+
+
+def test_the_command_trains_and_says_what_came_out(file, tmp_path):
+    result = call(file, "--out", tmp_path / "out", "--seed", 3)
+    assert result.exit_code == 0, result.output
+    manifest = checkpoints.load(tmp_path / "out" / "step_00000004").manifest
+    assert manifest.config.seed == 3 and f"validation loss {manifest.trace.validation[0][1]:.4f}" in result.output
+    assert all(word in result.output for word in ("weights", "tokens/s", "GB at the peak", "step_00000004"))
+
+
+def test_the_command_refuses_in_one_line(file, tmp_path):
+    (tmp_path / "bad.yaml").write_text("batch: 1")
+    for bad in (tmp_path / "bad.yaml", tmp_path / "none.yaml"):
+        result = call(bad)
+        assert result.exit_code == 2 and str(bad) in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (FloatingPointError("loss is nan"), 1, "loss is nan"),
+        (OSError(28, "No space left on device"), 1, "No space left"),
+        (KeyboardInterrupt("stopped after step 2"), 130, "stopped after step 2; to go on: sparselib train {} --resume"),
+    ],
+)
+def test_the_command_ends_in_one_line_however_a_run_ends(file, monkeypatch, error, code, words):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(loop, "load_splits", fail)
+    result = call(file, "--seed", 4)
+    assert result.exit_code == code and words.format(file) in result.output and result.output.count("\n") == 1
+    assert code != 130 or "--seed 4 --out" in result.output
