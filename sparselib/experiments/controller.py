@@ -5,6 +5,8 @@ Letters: X blocks of N units; z the controller's logits; g Gumbel noise.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -32,17 +34,17 @@ def controller_statistics(model: nn.Module, windows: Tensor) -> dict[str, float]
     one that inference makes; ``soft_mass``: what the soft mask gives to the unit that the hard mask takes. Empty for a
     model without such layers. The model, its mode and torch's generator stay as they are.
     """
-    assert isinstance(model, Transformer)
-    layers = sparse_layers(model)
+    transformer = cast(Transformer, model)
+    layers = sparse_layers(transformer)
     if not layers:
         return {}
-    tokens = windows[:, :-1].to(model.embedding.weight.device)
-    values = {}
-    for block, (layer, x) in enumerate(zip(layers, controller_inputs(model, tokens), strict=True), start=1):
+    tokens = windows[:, :-1].to(transformer.embedding.weight.device)
+    values: dict[str, float] = {}
+    for block, (layer, x) in enumerate(zip(layers, controller_inputs(transformer, tokens), strict=True), start=1):
         z = layer.logits(x).flatten(0, 1).float()  # (tokens, X, N)
         decision, usage = entropies(z)
         soft, hard = training_masks(layer.select, z)
-        found = {
+        found: dict[str, Tensor | float] = {
             "decision": decision,
             "usage": usage,
             "dead": (chosen_shares(z) == 0).double().mean(),

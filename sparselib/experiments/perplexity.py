@@ -1,0 +1,202 @@
+"""Notebooks 08 to 11: which recorded runs each figure is of, model sizes, learning rates, and a training to watch.
+
+A row says what the paper finds against dense (results/paper.py, FIGURES), where it says something. Experiments share
+runs: what several figures show was trained once, mostly for figure 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from pandas import DataFrame
+
+from ..results.figures import look, new_figure
+from ..training.config import DataConfig, OptimizerConfig, TrainConfig
+from ..training.loop import TrainingResult, train_run
+from .recorded import Recorded, Row, difference, load, note_source, planned_runs, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DENSE = Row("dense", "figure1/dense", "dense")
+
+
+def figure_1(experiment: str = "figure1") -> tuple[Row, ...]:
+    """Dense and the three sparse models of figure 1, as an experiment with these four variants trains them."""
+    variants = ("dense", "ff", "qkv", "ff_qkv")
+    return tuple(Row(look(v).label, f"{experiment}/{v}", v, "equal" if v != "dense" else "") for v in variants)
+
+
+N16 = Row("N = 16", "figure1/ff", "ff", "equal")
+UNITS = (
+    Row("N = 4", "figure3/n4", "ff", "equal"),
+    Row("N = 8", "figure3/n8", "ff", "equal"),
+    N16,
+    Row("N = 32", "figure3/n32", "ff", "equal"),
+    Row("N = 64", "figure3/n64", "ff", "equal"),
+)
+EXPERTS = (
+    Row("16 experts (block)", "figure3/block", "block", "worse"),
+    Row("16 experts (Switch)", "figure3/switch", "switch", "worse"),
+)
+FIGURE_3 = (DENSE, *UNITS, *EXPERTS)
+FIGURE_5 = (
+    DENSE,
+    Row("mult, S = 4", "figure5/mult", "mult", "equal"),
+    Row("conv, S = 4, F = 3", "figure5/conv", "conv", "equal"),
+    Row("mult+conv, S = 4, F = 3", "figure1/qkv", "mult_conv", "better"),
+    Row("mult+conv, S = 2, F = 3", "figure5/s2", "mult_conv", "equal"),
+    Row("mult+conv, S = 8, F = 3", "figure5/s8", "mult_conv", "equal"),
+    Row("mult+conv, S = 4, F = 1", "figure5/f1", "mult_conv", "equal"),
+    Row("mult+conv, S = 4, F = 5", "figure5/f5", "mult_conv", "equal"),
+)
+LOSS = (
+    DENSE,
+    Row("2 modules", "loss/loss2", "ff_qkv_loss", "worse"),
+    Row("4 modules", "loss/loss4", "ff_qkv_loss", "worse"),
+    Row("4 modules, d_ff as dense", "loss/loss4_same_d_ff", "ff_qkv_loss"),
+)
+
+# --- model sizes ------------------------------------------------------------------------------------------------------
+
+
+def scale_rows() -> dict[str, tuple[Row, ...]]:
+    """The models of figure 1 by width, each size with its own dense model first."""
+
+    def sized(size: str) -> tuple[Row, ...]:
+        return tuple(Row(row.label, f"scale/{size}_{row.kind}", row.kind, row.paper) for row in figure_1())
+
+    return {"d_model 64": sized("small"), "d_model 128": figure_1(), "d_model 256": sized("large")}
+
+
+def scale_table(sizes: Mapping[str, Recorded]) -> DataFrame:
+    """The tables of all sizes, one below the other."""
+    frames = [table(recorded) for recorded in sizes.values()]
+    for size, frame in zip(sizes, frames, strict=True):
+        frame.insert(0, "size", size)
+    return pd.concat(frames, ignore_index=True)
+
+
+def draw_scale(sizes: Mapping[str, Recorded]) -> Figure:
+    """Final difference from the dense model of the same size, with its interval, against the size."""
+    figure, axis = new_figure()
+    axis.axhline(0, color=look("dense").color, linewidth=1, label=look("dense").label)
+    for index, row in enumerate(figure_1()[1:], start=1):
+        gaps = [(place, difference(recorded, index)) for place, recorded in enumerate(sizes.values())]
+        points = [(place + 0.08 * (index - 2), gap) for place, gap in gaps if gap]
+        if points:
+            places, means = [place for place, _ in points], [gap.mean for _, gap in points]
+            spread = [[gap.mean - gap.low for _, gap in points], [gap.high - gap.mean for _, gap in points]]
+            axis.errorbar(places, means, yerr=spread, capsize=3, **look(row.kind).line)
+    axis.set_xticks(range(len(sizes)), sizes)
+    axis.set(ylabel="final loss minus that of dense (nats)")
+    figure.legend(loc="outside upper center", ncols=4)
+    note_source(figure, list(sizes.values()))
+    return figure
+
+
+# --- learning rates ---------------------------------------------------------------------------------------------------
+
+
+def load_tuning() -> tuple[Recorded, DataFrame]:
+    """The runs of the sweep over learning rates, and a row for each of its models and rates, recorded or not."""
+    configs = planned_runs("tuning")
+    recorded = load([Row(c.variant, f"tuning/{c.variant}", c.model["variant"]) for c in configs])
+    rows = [
+        {
+            "variant": config.model["variant"],
+            "learning rate": config.optimizer.learning_rate,
+            "loss (nats)": next((run.final_loss for run in runs.values()), None),
+        }
+        for config, runs in zip(configs, recorded.runs, strict=True)
+    ]
+    return recorded, DataFrame(rows)
+
+
+def tuning_table(frame: DataFrame) -> DataFrame:
+    """For every model the rates tried, the best of them, and the one that figure 1's runs take."""
+    used = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
+    rows = []
+    for variant, group in frame.groupby("variant", sort=False):
+        losses = group.dropna().set_index("learning rate")["loss (nats)"].astype(float)
+        rates = sorted(group["learning rate"])
+        best = losses.idxmin() if len(losses) else None
+        rows.append(
+            {
+                "model": look(str(variant)).label,
+                "rates tried": ", ".join(map(str, rates)),
+                "recorded": len(losses),
+                "best": best,
+                "loss (nats)": losses.min() if len(losses) else None,
+                "used": used[str(variant)],
+                "best at the edge": None if best is None else "yes" if best in (rates[0], rates[-1]) else "no",
+            }
+        )
+    return DataFrame(rows)
+
+
+def draw_tuning(frame: DataFrame, recorded: Recorded) -> Figure:
+    """Final loss of each model against its learning rate."""
+    figure, axis = new_figure()
+    for variant, group in frame.dropna().groupby("variant", sort=False):
+        axis.plot(group["learning rate"], group["loss (nats)"], **look(str(variant)).line)
+    axis.set(xscale="log", xlabel="learning rate", ylabel="validation loss at the end (nats)")
+    rates = sorted(set(frame["learning rate"]))
+    axis.set_xticks(rates, map(str, rates))
+    axis.minorticks_off()
+    if axis.lines:
+        axis.legend()
+    note_source(figure, [recorded])
+    return figure
+
+
+# --- live -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Live:
+    """One training of a few seconds."""
+
+    label: str
+    config: TrainConfig
+    result: TrainingResult
+
+
+def train_live(models: Mapping[str, Mapping[str, Any]], *, seed: int, steps: int = 40) -> list[Live]:
+    """Train small models on the small corpus, here and now; ``models`` names fields of the ``smoke`` preset to set."""
+    trained: list[Live] = []
+    for label, fields in models.items():
+        config = TrainConfig(
+            experiment="live",
+            variant=f"model{len(trained) + 1}",
+            model={"preset": "smoke"} | dict(fields),
+            data=DataConfig(corpus="lm_ci", vocab_size=512, length=32),
+            optimizer=OptimizerConfig(learning_rate=5e-3, warmup=steps // 10),
+            steps=steps,
+            batch=16,
+            seed=seed,
+        )
+        trained.append(Live(label, config, train_run(config, folder=None, resume=False, progress=False)))
+    return trained
+
+
+def live_table(trained: Sequence[Live]) -> DataFrame:
+    """Loss of the first step's batch, and over the validation text after the last."""
+    return DataFrame(
+        [
+            {
+                "model": live.label,
+                "weights": live.result.parameters,
+                "steps": len(live.result.losses),
+                "loss at first (nats)": live.result.losses[0],
+                "validation loss (nats)": live.result.validation[-1][1],
+            }
+            for live in trained
+        ]
+    )
+
+
+LIVE_FORMATS = {"weights": "{:,}", "loss at first (nats)": "{:.2f}", "validation loss (nats)": "{:.2f}"}

@@ -1,0 +1,274 @@
+"""Recorded trainings as notebooks 08 to 12 show them: curves over seeds, differences from a baseline, a verdict.
+
+Losses are validation losses in nats a token. The baseline is a figure's first row. Differences are paired by seed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pandas import DataFrame
+
+from ..checks import require
+from ..paths import repository
+from ..results import statistics
+from ..results.figures import look, new_figure
+from ..results.statistics import Estimate, paired_difference
+from ..results.store import RECIPE, RunRecord, scan
+from ..sweep import Sweep
+from ..training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What a model is against the baseline; and what each finding of the paper's allows: nothing is lost by being better.
+RELATIONS = {"better": ("better",), "equal": ("equal", "better"), "worse": ("worse",)}
+FORMATS = {
+    "weights": "{:,}",
+    "loss (nats)": "{:.3f}",
+    "lowest": "{:.3f}",
+    "highest": "{:.3f}",
+    "difference": "{:+.3f}",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of a figure: the runs "experiment/variant" of all seeds, drawn as the ``kind`` of :func:`look`.
+
+    ``paper``: one of RELATIONS, what the paper finds against the first row; empty where it says nothing.
+    """
+
+    label: str
+    run: str
+    kind: str
+    paper: str = ""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The runs of a figure's ``rows``: one mapping of seed to run for each, and what is not recorded yet."""
+
+    rows: tuple[Row, ...]
+    runs: tuple[Mapping[int, RunRecord], ...]
+    missing: tuple[str, ...]
+
+    @property
+    def all_runs(self) -> list[RunRecord]:
+        return [run for runs in self.runs for run in runs.values()]
+
+
+def planned_runs(experiment: str) -> list[TrainConfig]:
+    """All runs of data/sweeps/<experiment>.yaml."""
+    return Sweep.load(repository() / "data" / "sweeps" / f"{experiment}.yaml").configs()
+
+
+def load(rows: Sequence[Row]) -> Recorded:
+    """The recorded runs of all rows: those whose config stands in the experiment's sweep today.
+
+    Errors: ValueError for a row that is in no sweep, for two runs of the same config, and for runs that saw different
+    numbers of tokens, which are not to be compared.
+    """
+    planned = {name: planned_runs(name) for name in {row.run.split("/")[0] for row in rows}}
+    found: dict[str, dict[int, RunRecord]] = {row.run: {} for row in rows}
+    runs, faults = scan()
+    for run in runs:
+        name = f"{run.experiment}/{run.variant}"
+        if name in found and run.recipe == RECIPE and run.train_config() in planned[run.experiment]:
+            require(run.seed not in found[name], "recorded runs", f"{name} seed {run.seed} twice", "one of each seed")
+            found[name][run.seed] = run
+    missing = list(faults)
+    for row in rows:
+        experiment, variant = row.run.split("/")
+        seeds = [config.seed for config in planned[experiment] if config.variant == variant]
+        require(bool(seeds), "row", row.run, f"a variant of the sweep {experiment}")
+        absent = [str(seed) for seed in seeds if seed not in found[row.run]]
+        missing += [f"{row.run} (seed {', '.join(absent)})"] if absent else []
+    recorded = Recorded(tuple(rows), tuple(found[row.run] for row in rows), tuple(missing))
+    tokens = {run.tokens for run in recorded.all_runs}
+    require(len(tokens) <= 1, "tokens", sorted(tokens), "the same in all runs that are compared")
+    return recorded
+
+
+def source(parts: Sequence[Recorded]) -> str:
+    """When and where the runs were made, and how long they took; or that there are none."""
+    runs = {run.key: run for part in parts for run in part.all_runs}.values()
+    if not runs:
+        return "nothing recorded yet"
+    dates = sorted({str(run.date) for run in runs})
+    machines = sorted({str(run.machine.get("gpu") or run.machine["cpu"]) for run in runs})
+    when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
+    return f"recorded {when}, {', '.join(machines)}, {sum(r.minutes for r in runs):.0f} minutes in {len(runs)} runs"
+
+
+def gaps(parts: Sequence[Recorded]) -> str:
+    """What is not recorded yet, in one line."""
+    missing = dict.fromkeys(name for part in parts for name in part.missing)
+    return "not recorded yet: " + "; ".join(missing) if missing else "nothing is missing"
+
+
+# --- differences and verdicts -----------------------------------------------------------------------------------------
+
+
+def difference(recorded: Recorded, index: int) -> Estimate | None:
+    """Final loss of row ``index`` minus the baseline's, over the seeds that both have; None for fewer than two."""
+    losses, baseline = ({s: run.final_loss for s, run in recorded.runs[i].items()} for i in (index, 0))
+    both = losses.keys() & baseline.keys()
+    if len(both) < 2:
+        return None
+    return paired_difference({s: losses[s] for s in both}, {s: baseline[s] for s in both})
+
+
+def relation(estimate: Estimate) -> str:
+    """The one of RELATIONS that a difference amounts to."""
+    word = statistics.verdict(estimate)
+    return word if word in RELATIONS else "equal"
+
+
+def table(recorded: Recorded) -> DataFrame:
+    """One row a model: weights, losses over seeds, difference from the baseline, the paper's finding and ours."""
+    rows = []
+    for index, (row, runs) in enumerate(zip(recorded.rows, recorded.runs, strict=True)):
+        losses = [run.final_loss for run in runs.values()]
+        gap = difference(recorded, index) if index else None
+        rows.append(
+            {
+                "model": row.label,
+                "weights": next((run.parameters for run in runs.values()), None),
+                "seeds": len(losses),
+                "loss (nats)": float(np.mean(losses)) if losses else None,
+                "lowest": min(losses, default=None),
+                "highest": max(losses, default=None),
+                "difference": gap and gap.mean,
+                "interval": gap and interval(gap),
+                "paper": row.paper or None,
+                "here": gap and relation(gap),
+            }
+        )
+    frame = DataFrame(rows)
+    return frame.astype({"weights": "Int64"})  # an int may be missing
+
+
+def interval(estimate: Estimate) -> str:
+    return f"{estimate.low:+.3f} to {estimate.high:+.3f}"
+
+
+def told(recorded: Recorded, *labels: str) -> str:
+    """What the differences of these rows (none named: of all) from the baseline are, in words."""
+    words = []
+    for index, row in enumerate(recorded.rows[1:], start=1):
+        if not labels or row.label in labels:
+            gap = difference(recorded, index)
+            words.append(phrase(row, gap) if gap else f"{row.label} is not recorded yet")
+    return "; ".join(words)
+
+
+def phrase(row: Row, gap: Estimate) -> str:
+    return f"{row.label} is {relation(gap)}, {gap.mean:+.3f} ({interval(gap)})"
+
+
+def pick(recorded: Recorded, *rows: Row) -> Recorded:
+    """The same runs for some of the rows; the first becomes the baseline."""
+    return Recorded(rows, tuple(recorded.runs[recorded.rows.index(row)] for row in rows), recorded.missing)
+
+
+def verdict(recorded: Recorded) -> tuple[str, str]:
+    """In the book's words, whether the differences are as the paper says, and why.
+
+    "reproduced" if all of them are, "partly reproduced" if some are; a better model counts as an equal one.
+    """
+    held, reasons, absent = [], [], []
+    for index, row in enumerate(recorded.rows):
+        gap = difference(recorded, index) if row.paper else None
+        if gap:
+            held.append(relation(gap) in RELATIONS[row.paper])
+            if relation(gap) != row.paper:
+                reasons.append(f"{phrase(row, gap)}, where the paper says {row.paper}")
+        elif row.paper:
+            absent.append(row.label)
+    if held and not reasons:
+        reasons.append("every difference is as the paper says")
+    if absent:
+        reasons.append(f"not recorded yet: {', '.join(absent)}")
+    if not held:
+        return "not tested", "; ".join(reasons)
+    word = "reproduced" if all(held) else "partly reproduced" if any(held) else "not reproduced"
+    return word, "; ".join(reasons)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def colors(rows: Sequence[Row], palette: str | None = None) -> list[Any]:
+    """The colour of each row: its kind's, from pale to full where several rows are of one kind.
+
+    With a matplotlib ``palette``, for rows that are settings of one layer, only the baseline has its kind's colour.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import to_rgb
+
+    if palette is not None:
+        return [look(rows[0].kind).color, *plt.get_cmap(palette)(np.linspace(0, 0.9, len(rows) - 1))]
+    of_kind, seen, result = Counter(row.kind for row in rows), Counter[str](), []
+    for row in rows:
+        seen[row.kind] += 1
+        strength = 0.35 + 0.65 * seen[row.kind] / of_kind[row.kind] if of_kind[row.kind] > 1 else 1.0
+        result.append(tuple(1 - strength * (1 - part) for part in to_rgb(look(row.kind).color)))
+    return result
+
+
+def curves(runs: Mapping[int, RunRecord]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens (points,) in millions and validation losses (seeds, points)."""
+    first = next(iter(runs.values()))
+    tokens = np.array([step for step, _ in first.validation]) * first.tokens / len(first.losses) / 1e6
+    return tokens, np.array([[loss for _, loss in run.validation] for run in runs.values()])
+
+
+def draw_band(axis: Axes, x: np.ndarray, values: np.ndarray, **line: Any) -> None:
+    """The mean over seeds (seeds, points) as a line, least and most as a band."""
+    axis.plot(x, values.mean(0), **line)
+    axis.fill_between(x, values.min(0), values.max(0), color=line["color"], alpha=0.2, linewidth=0)
+
+
+def draw(recorded: Recorded, palette: str | None = None) -> Figure:
+    """Loss against tokens after the first quarter of the training, a band over seeds; and the final differences.
+
+    ``palette``: that of :func:`colors`.
+    """
+    figure, (left, right) = new_figure(1, 2, width=9.2, height=4.0)
+    shades = colors(recorded.rows, palette)
+    for row, runs, color in zip(recorded.rows, recorded.runs, shades, strict=True):
+        if runs:
+            tokens, losses = curves(runs)
+            late = slice(len(tokens) // 4, None)
+            draw_band(left, tokens[late], losses[:, late], color=color, marker=look(row.kind).marker, markersize=4)
+    left.set(xlabel="training tokens (millions)", ylabel="validation loss (nats a token)")
+    draw_differences(right, recorded, shades)
+    note_source(figure, [recorded])
+    return figure
+
+
+def draw_differences(axis: Axes, recorded: Recorded, shades: Sequence[Any]) -> None:
+    """A line for every row: mean difference, interval, and a dot for each seed; the baseline stands at zero."""
+    baseline = recorded.rows[0]
+    axis.axvline(0, color=shades[0], linewidth=1)
+    for index, (row, color) in enumerate(zip(recorded.rows, shades, strict=True)):
+        gap = difference(recorded, index)
+        if gap:
+            pairs = [(run, recorded.runs[0].get(seed)) for seed, run in recorded.runs[index].items()]
+            dots = [run.final_loss - other.final_loss for run, other in pairs if other and index]
+            axis.plot(dots, [index + 0.25] * len(dots), color=color, marker=".", linestyle="")
+            axis.hlines(index, gap.low, gap.high, color=color, linewidth=3)
+            axis.plot(gap.mean, index, color=color, marker=look(row.kind).marker, markersize=8)
+    axis.set_yticks(range(len(recorded.rows)), [row.label for row in recorded.rows])
+    axis.set(xlabel=f"final loss minus that of {baseline.label} (nats)", ylim=(len(recorded.rows) - 0.4, -0.6))
+
+
+def note_source(figure: Figure, parts: Sequence[Recorded]) -> None:
+    """Say under the figure where its runs are from."""
+    figure.supxlabel(source(parts), fontsize=8, color=look("paper").color)

@@ -1,0 +1,109 @@
+"""Notebooks 08 to 11: the sweeps that are recorded for them, model sizes, learning rates, live trainings."""
+
+from itertools import chain
+
+import pytest
+
+from sparselib.config import count_parameters
+from sparselib.experiments import controller_traces, perplexity
+from sparselib.experiments.recorded import load, planned_runs
+from sparselib.paths import repository
+from sparselib.results import statistics
+
+from .invented import invent
+
+SWEEPS = sorted(path.stem for path in (repository() / "data" / "sweeps").glob("*.yaml"))
+LAPTOP = [name for name in SWEEPS if name != "figure1_paper"]
+FIGURES = [
+    perplexity.figure_1(),
+    perplexity.figure_1("figure1_paper"),
+    perplexity.FIGURE_3,
+    perplexity.FIGURE_5,
+    perplexity.LOSS,
+    controller_traces.ABLATIONS,
+    controller_traces.SPARSITIES,
+    *perplexity.scale_rows().values(),
+]
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSELIB_RUNS", str(tmp_path))
+    monkeypatch.setattr(statistics, "RESAMPLES", 999)
+
+
+@pytest.mark.parametrize("experiment", SWEEPS)
+def test_a_sweep_is_of_its_name(experiment):
+    assert {config.experiment for config in planned_runs(experiment)} == {experiment}
+
+
+def test_nothing_is_trained_twice():
+    configs = chain.from_iterable(planned_runs(name) for name in LAPTOP)
+    settings = [(c.model_config_(), c.optimizer, c.data, c.steps, c.batch, c.seed) for c in configs]
+    assert all(settings.count(one) == 1 for one in settings)
+
+
+@pytest.mark.parametrize("rows", FIGURES)
+def test_what_a_figure_compares_differs_in_the_model_alone_and_weighs_the_same(rows):
+    runs = {f"{c.experiment}/{c.variant}": c for c in chain.from_iterable(map(planned_runs, SWEEPS))}
+    configs = [runs[row.run] for row in rows if not row.run.endswith("same_d_ff")]
+    assert len({(c.data, c.steps, c.batch, c.validate_every, c.precision) for c in configs}) == 1
+    assert len({c.optimizer.model_copy(update={"learning_rate": 1.0}) for c in configs}) == 1
+    if not rows[0].run.startswith("figure1_paper"):  # where d_ff is the paper's
+        weights = [count_parameters(c.model_config_()) for c in configs]
+        assert max(weights) < 1.021 * min(weights)
+
+
+def test_every_recorded_run_is_shown():
+    shown = {row.run for rows in FIGURES for row in rows}
+    planned = {f"{c.experiment}/{c.variant}" for name in SWEEPS if name != "tuning" for c in planned_runs(name)}
+    assert shown == planned
+
+
+def test_every_model_is_tuned_over_the_same_rates_and_on_other_seeds():
+    tuning = planned_runs("tuning")
+    rates = {}
+    for config in tuning:
+        rates.setdefault(config.model["variant"], set()).add(config.optimizer.learning_rate)
+    assert len(rates) == 4 and len({frozenset(tried) for tried in rates.values()}) == 1
+    reported = {c.seed for name in LAPTOP if name != "tuning" for c in planned_runs(name)}
+    assert not reported & {config.seed for config in tuning}
+    for config in planned_runs("figure1"):
+        assert config.optimizer.learning_rate in rates[config.variant]
+
+
+def test_tuning_table_names_the_best_rate():
+    recorded, frame = perplexity.load_tuning()
+    assert perplexity.tuning_table(frame)["recorded"].tolist() == [0] * 4
+    assert not perplexity.draw_tuning(frame, recorded).axes[0].lines
+    best = {"dense": 0.002, "ff": 0.008, "qkv": 0.004, "ff_qkv": 0.001}
+    invent("tuning", lambda c: 5 + abs(c.optimizer.learning_rate - best[c.model["variant"]]))
+    recorded, frame = perplexity.load_tuning()
+    table = perplexity.tuning_table(frame)
+    assert table["best"].tolist() == list(best.values())
+    assert table["loss (nats)"].tolist() == [5] * 4
+    assert table["best at the edge"].tolist() == ["no", "yes", "no", "yes"]
+    assert len(perplexity.draw_tuning(frame, recorded).axes[0].lines) == 4
+
+
+def test_each_size_is_compared_with_its_own_dense_model():
+    rows = perplexity.scale_rows()
+    perplexity.draw_scale({size: load(part) for size, part in rows.items()})
+    for experiment in ("figure1", "scale"):
+        invent(experiment, lambda c: c.model.get("d_model", 128) / 100 + 0.25 * c.variant.endswith("ff"))
+    sizes = {size: load(part) for size, part in rows.items()}
+    frame = perplexity.scale_table(sizes)
+    assert frame["size"].tolist() == [size for size in rows for _ in range(4)]
+    assert frame[frame["model"] == "sparse FF"]["difference"].tolist() == pytest.approx([0.25] * 3)
+    assert len(perplexity.draw_scale(sizes).axes[0].containers) == 3
+
+
+def test_live_trainings_learn_and_depend_on_the_seed_alone():
+    models = {"dense": {}, "both": {"variant": "ff_qkv"}}
+    trained = perplexity.train_live(models, seed=0, steps=20)
+    again = perplexity.train_live({"both": {"variant": "ff_qkv"}}, seed=0, steps=20)
+    other = perplexity.train_live({"both": {"variant": "ff_qkv"}}, seed=1, steps=20)
+    assert trained[1].result.losses == again[0].result.losses != other[0].result.losses
+    frame = perplexity.live_table(trained)
+    assert frame["model"].tolist() == ["dense", "both"]
+    assert (frame["validation loss (nats)"] < frame["loss at first (nats)"]).all()
