@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from .bench.machine import machine
 from .checks import require, require_size
@@ -93,7 +94,7 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
         peak_memory_gb=round(result.peak_memory_bytes / 1e9, 3),
         code_version=version.commit,
         date=datetime.datetime.now(datetime.UTC).date(),
-        machine=machine() | {"training_threads": torch.get_num_threads()},
+        machine=machine() | {"training_threads": torch.get_num_threads()} | _device(result.model),
         extra=result.extra,
     )
     store.save(done)
@@ -109,6 +110,12 @@ def _look_at_controllers(data: DataConfig) -> Hook | None:
     return lambda step, model: controller_statistics(model, windows)
 
 
+def _device(model: nn.Module) -> dict[str, str]:
+    """Kind of device that the model is on, and the name of a GPU."""
+    device = next(model.parameters()).device
+    return {"device": device.type} | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
+
+
 def _checkpoints(config: TrainConfig, version: Code) -> Path:
     """Folder of the run's checkpoints by this code; those by other code are thrown away."""
     root, key = cache_dir() / "checkpoints", key_of(config, data_checksum(config.data))
@@ -122,7 +129,8 @@ def _checkpoints(config: TrainConfig, version: Code) -> Path:
 def replay(run: RunRecord, steps: int = 20, *, progress: bool = False) -> float:
     """Train the first ``steps`` of a recorded run again: the largest difference of a loss, to judge by ``TOLERANCE``.
 
-    Errors: ValueError where the data is no longer that of the run.
+    Errors: ValueError where the data is no longer that of the run, or where this machine trains on another kind of
+    device, which draws other random numbers.
     """
     require_size("steps", steps)
     config = run.train_config()
@@ -130,6 +138,8 @@ def replay(run: RunRecord, steps: int = 20, *, progress: bool = False) -> float:
     require(checksum == run.data_checksum, "data checksum", checksum, f"that of the run, {run.data_checksum}")
     steps = min(steps, len(run.losses))
     result = train_run(config, folder=None, resume=False, progress=progress, stop_after=steps)
+    device, recorded_on = _device(result.model)["device"], run.machine.get("device")
+    require(device == recorded_on, "device", device, f"{recorded_on!r}, on which the run was recorded")
     return max(abs(here - then) for here, then in zip(result.losses, run.losses[:steps], strict=True))
 
 

@@ -182,16 +182,14 @@ class _Children:
 
     def train(self, config: TrainConfig) -> RunRecord | str:
         """The record, or what went wrong. An error is told at once; after a death the run is tried again."""
-        fault = ""
         for _ in range(TRIES):
             exit_code, errors = self._train_once(config)
             found = held(config)
             if found is not None:
                 return found
-            fault = (errors.strip().splitlines() or [f"its process died (exit code {exit_code})"])[-1]
-            if exit_code == 1 or self._stopping:  # 1: an error of Python, which would come again
-                break
-        return fault
+            if exit_code == 1:  # an error of Python, which would come again
+                return (errors.strip() or "exit code 1").splitlines()[-1]
+        return f"its process died (exit code {exit_code})"
 
     def stop(self) -> None:
         """Interrupt all processes and wait for their end."""

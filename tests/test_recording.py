@@ -4,6 +4,7 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from sparselib import recording
 from sparselib.experiments.controller import STATISTICS
@@ -19,7 +20,7 @@ class Training:
     """Stands in for ``train_run``: notes how it was called, leaves a checkpoint, and may break."""
 
     def __init__(self):
-        self.calls, self.breaks, self.shift = [], False, 0.0
+        self.calls, self.breaks, self.shift, self.model = [], False, 0.0, nn.Linear(1, 1)
 
     def __call__(self, config, *, folder, resume, progress, on_validate=None, stop_after=None):
         found = sorted(path.name for path in folder.iterdir()) if folder and folder.is_dir() else []
@@ -36,6 +37,7 @@ class Training:
             seconds=90.0,
             peak_memory_bytes=2_345_678_901,
             parameters=1234,
+            model=self.model,
             extra={"usage.1": [0.5, 0.6]},
         )
 
@@ -61,7 +63,7 @@ def test_a_run_is_trained_once_and_then_read(training):
     assert (run.losses, run.validation, run.final_loss) == (LOSSES, [(3, 5.9), (6, 5.5)], 5.5)
     assert (run.minutes, run.peak_memory_gb, run.parameters, run.tokens) == (1.5, 2.346, 1234, 768)
     assert (run.code_version, run.extra) == ("a" * 40, {"usage.1": [0.5, 0.6]})
-    assert {"cpu", "python", "torch", "numpy", "threads", "training_threads"} <= run.machine.keys()
+    assert {"cpu", "python", "torch", "numpy", "threads", "training_threads", "device"} <= run.machine.keys()
 
 
 def test_another_seed_is_another_run(training):
@@ -103,6 +105,13 @@ def test_replay_refuses_other_data(training, monkeypatch):
     run = recording.record(config())
     monkeypatch.setattr(recording, "data_checksum", lambda data: "1" * 64)
     with pytest.raises(ValueError, match="data checksum = '1{64}': must be that of the run, 0{64}"):
+        recording.replay(run)
+
+
+def test_replay_refuses_another_kind_of_device(training):
+    run = recording.record(config())
+    training.model.to("meta")
+    with pytest.raises(ValueError, match="device = 'meta': must be 'cpu', on which the run was recorded"):
         recording.replay(run)
 
 

@@ -109,6 +109,7 @@ with here.with_suffix(".tries").open("a") as file:
     file.write(os.environ["OMP_NUM_THREADS"])
 tries = len(here.with_suffix(".tries").read_text())
 kind = config["variant"]
+print("a warning", file=sys.stderr, flush=True)
 if kind == "dies" or (kind == "dies_once" and tries == 1):
     os.kill(os.getpid(), signal.SIGKILL)
 if kind == "fails":
@@ -203,7 +204,7 @@ def test_unclean_code_is_refused_before_a_process_starts(folder, monkeypatch):
 @pytest.fixture(scope="module")
 def cluster():
     distributed = pytest.importorskip("distributed")
-    options = dict(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50)
+    options = dict(n_workers=2, threads_per_worker=1, dashboard_address=":0", silence_logs=50)
     with distributed.LocalCluster(host="127.0.0.1", **options) as cluster:
         yield cluster.scheduler_address.replace("tcp", "dask")
 
