@@ -45,19 +45,19 @@ EXPERTS = (
 FIGURE_3 = (DENSE, *UNITS, *EXPERTS)
 FIGURE_5 = (
     DENSE,
-    Row("mult, S = 4", "figure5/mult", "mult", "equal"),
-    Row("conv, S = 4, F = 3", "figure5/conv", "conv", "equal"),
-    Row("mult+conv, S = 4, F = 3", "figure1/qkv", "mult_conv", "better"),
-    Row("mult+conv, S = 2, F = 3", "figure5/s2", "mult_conv", "equal"),
-    Row("mult+conv, S = 8, F = 3", "figure5/s8", "mult_conv", "equal"),
-    Row("mult+conv, S = 4, F = 1", "figure5/f1", "mult_conv", "equal"),
-    Row("mult+conv, S = 4, F = 5", "figure5/f5", "mult_conv", "equal"),
+    Row("mult S=4", "figure5/mult", "mult", "equal"),
+    Row("conv S=4 F=3", "figure5/conv", "conv", "equal"),
+    Row("mult+conv S=4 F=3", "figure1/qkv", "mult_conv", "better"),
+    Row("mult+conv S=2 F=3", "figure5/s2", "mult_conv", "equal"),
+    Row("mult+conv S=8 F=3", "figure5/s8", "mult_conv", "equal"),
+    Row("mult+conv S=4 F=1", "figure5/f1", "mult_conv", "equal"),
+    Row("mult+conv S=4 F=5", "figure5/f5", "mult_conv", "equal"),
 )
 LOSS = (
     DENSE,
     Row("2 modules", "loss/loss2", "ff_qkv_loss", "worse"),
     Row("4 modules", "loss/loss4", "ff_qkv_loss", "worse"),
-    Row("4 modules, d_ff as dense", "loss/loss4_same_d_ff", "ff_qkv_loss"),
+    Row("4 modules with the dense d_ff", "loss/loss4_same_d_ff", "ff_qkv_loss"),
 )
 
 # --- model sizes ------------------------------------------------------------------------------------------------------

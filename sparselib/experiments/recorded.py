@@ -87,8 +87,9 @@ def load(rows: Sequence[Row]) -> Recorded:
         experiment, variant = row.run.split("/")
         seeds = [config.seed for config in planned[experiment] if config.variant == variant]
         require(bool(seeds), "row", row.run, f"a variant of the sweep {experiment}")
-        absent = [str(seed) for seed in seeds if seed not in found[row.run]]
-        missing += [f"{row.run} (seed {', '.join(absent)})"] if absent else []
+        absent = [seed for seed in seeds if seed not in found[row.run]]
+        some = "" if absent == seeds else f" (seed {', '.join(map(str, absent))})"
+        missing += [row.run + some] if absent else []
     recorded = Recorded(tuple(rows), tuple(found[row.run] for row in rows), tuple(missing))
     tokens = {run.tokens for run in recorded.all_runs}
     require(len(tokens) <= 1, "tokens", sorted(tokens), "the same in all runs that are compared")
@@ -103,13 +104,14 @@ def source(parts: Sequence[Recorded]) -> str:
     dates = sorted({str(run.date) for run in runs})
     machines = sorted({str(run.machine.get("gpu") or run.machine["cpu"]) for run in runs})
     when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
-    return f"recorded {when}, {', '.join(machines)}, {sum(r.minutes for r in runs):.0f} minutes in {len(runs)} runs"
+    took = f"{sum(run.minutes for run in runs):.0f} minutes in {len(runs)} run{'s' * (len(runs) > 1)}"
+    return f"recorded {when}, {', '.join(machines)}, {took}"
 
 
 def gaps(parts: Sequence[Recorded]) -> str:
     """What is not recorded yet, in one line."""
     missing = dict.fromkeys(name for part in parts for name in part.missing)
-    return "not recorded yet: " + "; ".join(missing) if missing else "nothing is missing"
+    return "not recorded yet: " + ", ".join(missing) if missing else "nothing is missing"
 
 
 # --- differences and verdicts -----------------------------------------------------------------------------------------
@@ -265,6 +267,7 @@ def draw_differences(axis: Axes, recorded: Recorded, shades: Sequence[Any]) -> N
             axis.plot(dots, [index + 0.25] * len(dots), color=color, marker=".", linestyle="")
             axis.hlines(index, gap.low, gap.high, color=color, linewidth=3)
             axis.plot(gap.mean, index, color=color, marker=look(row.kind).marker, markersize=8)
+    axis.locator_params(axis="x", nbins=5)
     axis.set_yticks(range(len(recorded.rows)), [row.label for row in recorded.rows])
     axis.set(xlabel=f"final loss minus that of {baseline.label} (nats)", ylim=(len(recorded.rows) - 0.4, -0.6))
 

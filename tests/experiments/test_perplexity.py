@@ -72,6 +72,22 @@ def test_every_model_is_tuned_over_the_same_rates_and_on_other_seeds():
         assert config.optimizer.learning_rate in rates[config.variant]
 
 
+def test_models_of_a_kind_have_the_rate_of_that_kind_in_figure_1():
+    rates = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
+    for config in chain.from_iterable(planned_runs(name) for name in LAPTOP if name != "tuning"):
+        kind = "ff" if "feedforward" in config.model else config.model.get("variant", "dense")
+        assert config.optimizer.learning_rate == rates[kind], f"{config.experiment}/{config.variant}"
+
+
+def test_figure_1_takes_the_best_rates_once_they_are_recorded(monkeypatch):
+    monkeypatch.delenv("SPARSELIB_RUNS")
+    recorded, frame = perplexity.load_tuning()
+    if recorded.missing:
+        pytest.skip("the sweep over learning rates is not recorded")
+    table = perplexity.tuning_table(frame)
+    assert table["used"].tolist() == table["best"].tolist()
+
+
 def test_tuning_table_names_the_best_rate():
     recorded, frame = perplexity.load_tuning()
     assert perplexity.tuning_table(frame)["recorded"].tolist() == [0] * 4

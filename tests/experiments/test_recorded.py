@@ -48,14 +48,14 @@ def test_load_finds_all_runs_and_says_where_they_are_from():
 
 def test_a_run_on_a_gpu_says_so():
     save(recorded.planned_runs("figure1")[0], 5.0, machine={"cpu": "some CPU", "gpu": "some GPU"})
-    assert recorded.source([load(ROWS)]) == "recorded 2026-01-02, some GPU, 8 minutes in 1 runs"
+    assert recorded.source([load(ROWS)]) == "recorded 2026-01-02, some GPU, 8 minutes in 1 run"
 
 
 def test_what_is_missing_is_named():
     assert recorded.source([load(ROWS)]) == "nothing recorded yet"
     config = recorded.planned_runs("figure1")[0]
     save(config, 5.0)
-    assert recorded.gaps([load(ROWS)]) == "not recorded yet: figure1/dense (seed 1, 2); figure1/ff (seed 0, 1, 2)"
+    assert recorded.gaps([load(ROWS)]) == "not recorded yet: figure1/dense (seed 1, 2), figure1/ff"
 
 
 def test_a_file_that_is_no_run_is_named(tmp_path):
