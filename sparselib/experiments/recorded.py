@@ -82,18 +82,22 @@ def load(rows: Sequence[Row]) -> Recorded:
         if name in found and run.recipe == RECIPE and run.train_config() in planned[run.experiment]:
             require(run.seed not in found[name], "recorded runs", f"{name} seed {run.seed} twice", "one of each seed")
             found[name][run.seed] = run
-    missing = list(faults)
-    for row in rows:
-        experiment, variant = row.run.split("/")
-        seeds = [config.seed for config in planned[experiment] if config.variant == variant]
-        require(bool(seeds), "row", row.run, f"a variant of the sweep {experiment}")
-        absent = [seed for seed in seeds if seed not in found[row.run]]
-        some = "" if absent == seeds else f" (seed {', '.join(map(str, absent))})"
-        missing += [row.run + some] if absent else []
-    recorded = Recorded(tuple(rows), tuple(found[row.run] for row in rows), tuple(missing))
+    missing = [_missing(row, planned[row.run.split("/")[0]], found[row.run]) for row in rows]
+    names = tuple(name for name in [*faults, *missing] if name)
+    recorded = Recorded(tuple(rows), tuple(found[row.run] for row in rows), names)
     tokens = {run.tokens for run in recorded.all_runs}
     require(len(tokens) <= 1, "tokens", sorted(tokens), "the same in all runs that are compared")
     return recorded
+
+
+def _missing(row: Row, planned: Sequence[TrainConfig], found: Mapping[int, RunRecord]) -> str:
+    """The row's name where runs of it are not recorded, with their seeds if some are."""
+    experiment, variant = row.run.split("/")
+    seeds = [config.seed for config in planned if config.variant == variant]
+    require(bool(seeds), "row", row.run, f"a variant of the sweep {experiment}")
+    absent = [seed for seed in seeds if seed not in found]
+    some = f" (seed {', '.join(map(str, absent))})" if len(absent) < len(seeds) else ""
+    return row.run + some if absent else ""
 
 
 def source(parts: Sequence[Recorded]) -> str:
