@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ..checks import require
 from ..config import ModelConfig, preset
 
-T5_PIECES = 32000
+T5_SIZE = 32_100  # 32,000 pieces and 100 sentinels
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$", max_length=80)]  # it becomes a file's name
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -26,7 +26,7 @@ class DataConfig(_Config):
     """Which text, cut how.
 
     ``corpus``: a shipped name (lm_ci, lm_laptop), "c4", or the path of a .txt, .parquet or .jsonl(.gz) file.
-    ``tokenizer``: "bpe" of ``vocab_size`` tokens, learned from the train split, or "t5" (32,000 pieces).
+    ``tokenizer``: "bpe" of ``vocab_size`` tokens, learned from the train split, or "t5" (32,000 pieces and 100 sentinels).
     ``objective``: "causal" predicts the next of ``length`` tokens; "span" predicts up to ``target_length`` tokens that
     were taken out of ``length`` (span corruption, for an encoder-decoder).
     """
@@ -42,7 +42,7 @@ class DataConfig(_Config):
     def _fits(self) -> Self:
         span = self.objective == "span"
         require((self.target_length is not None) == span, "target_length", self.target_length, "given with span only")
-        pieces = self.vocab_size if self.tokenizer == "bpe" else T5_PIECES
+        pieces = self.vocab_size if self.tokenizer == "bpe" else T5_SIZE
         require(self.vocab_size == pieces, "vocab_size", self.vocab_size, f"{pieces}, the size of tokenizer t5")
         return self
 

@@ -58,7 +58,7 @@ def test_span_corruption_takes_an_encoder_decoder(tmp_path):
         ({"optimizer": {"learning_rate": 1, "warmup": 11}}, "warmup = 11: must be at most steps = 10"),
         ({"optimizer": {"learning_rate": 1, "warmup": 5, "name": "sgd"}}, "optimizer.name = 'sgd'"),
         ({"data": {"length": 65}}, "model.max_len = 64: must be at least the 65 tokens"),
-        ({"data": {"tokenizer": "t5"}}, "data: vocab_size = 4096: must be 32000"),
+        ({"data": {"tokenizer": "t5"}}, "data: vocab_size = 4096: must be 32100"),
         ({"data": {"target_length": 3}}, "data: target_length = 3"),
         ({"model": {"preset": "smoke", "d_mod": 3}}, "d_mod"),
         ({"model": {"preset": "large"}}, "preset = 'large'"),
