@@ -26,7 +26,8 @@ class DataConfig(_Config):
     """Which text, cut how.
 
     ``corpus``: a shipped name (lm_ci, lm_laptop), "c4", or the path of a .txt, .parquet or .jsonl(.gz) file.
-    ``tokenizer``: "bpe" of ``vocab_size`` tokens, learned from the train split, or "t5" (32,000 pieces and 100 sentinels).
+    ``tokenizer``: "bpe" of ``vocab_size`` tokens, learned from the train split, or "t5", 32,000 pieces and 100
+    sentinels.
     ``objective``: "causal" predicts the next of ``length`` tokens; "span" predicts up to ``target_length`` tokens that
     were taken out of ``length`` (span corruption, for an encoder-decoder).
     """

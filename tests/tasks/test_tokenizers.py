@@ -8,7 +8,7 @@ from sparselib.tasks import tokenizers
 from sparselib.tasks.corpora import load_corpus, texts
 from sparselib.tasks.tokenizers import END, bpe_tokenizer, t5_tokenizer, vocabulary_of
 from sparselib.tasks.windows import pack
-from sparselib.training.config import T5_PIECES, DataConfig
+from sparselib.training.config import T5_SIZE, DataConfig
 
 
 def first_texts(corpus, split, most):
@@ -166,7 +166,7 @@ def test_names_of_special_tokens_inside_a_text_are_text_for_t5():
     [
         ({"vocab_size": 400}, 400, 0),
         ({"vocab_size": 400, "objective": "span", "target_length": 32}, 400, 100),
-        ({"vocab_size": T5_PIECES, "tokenizer": "t5"}, 32100, 100),
+        ({"vocab_size": T5_SIZE, "tokenizer": "t5"}, 32100, 100),
     ],
 )
 def test_a_config_chooses_the_vocabulary(fields, size, sentinels):
