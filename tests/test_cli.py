@@ -51,6 +51,7 @@ def test_version():
         (["runs", "export"], ["--experiment", "--csv"]),
         (["sweep"], ["SWEEP.yaml", "--executor", "dask://HOST", "--workers"]),
         (["book"], ["--profile"]),
+        (["train"], ["config", "--resume", "--seed", "--out", "accelerate launch"]),
         (["reference"], ["folder"]),
     ],
 )

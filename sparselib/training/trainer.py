@@ -160,6 +160,6 @@ def _generators(device: torch.device) -> Tensor:
 
 def _set_generators(state: Tensor, device: torch.device) -> None:
     size = len(torch.get_rng_state())
-    torch.set_rng_state(state[:size])
+    torch.set_rng_state(state[:size].clone())  # PyTorch reads from where the memory of a view begins
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state[size:], device)
+        torch.cuda.set_rng_state(state[size:].clone(), device)

@@ -34,10 +34,23 @@ def call(*arguments):
     return CliRunner().invoke(app, ["train", *map(str, arguments)])
 
 
-def test_two_processes_are_one(file, tmp_path):
+SCRIPT = """
+import sys
+from pathlib import Path
+from sparselib.cli import app
+from sparselib.training import TrainConfig, train_run
+file, out = sys.argv[1:]
+train_run(TrainConfig.load(Path(file)), folder=Path(out), resume=False, progress=False, stop_after=2)
+app(["train", file, "--out", out, "--resume"])
+"""
+
+
+def test_two_processes_are_one_also_when_they_go_on(file, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
     command = [sys.executable, "-m", *launch.split(), "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += ["-m", "sparselib.cli", "train", str(file), "--out", str(tmp_path / "two")]
+    command += map(str, [script, file, tmp_path / "two"])
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
