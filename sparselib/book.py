@@ -76,10 +76,10 @@ def stage() -> Path:
     return source
 
 
-def refresh() -> list[Path]:
-    """Run every notebook at profile laptop; once all are well, write notebooks, results and README's table back."""
+def refresh(names: Sequence[str] | None = None) -> list[Path]:
+    """Run the notebooks (default: all) at profile laptop; once all are well, write them, results and README's table."""
     source = stage()
-    executed = run_notebooks("laptop", output=source)
+    executed = run_notebooks("laptop", names, source)
     _refuse("the notebooks", lint_notebooks(source / "notebooks"))
     results = sorted((source / RESULTS).glob("*.csv"))
     targets = [notebooks_dir() / path.name for path in executed]

@@ -178,12 +178,14 @@ def lint(
 
 
 @notebooks_app.command()
-def refresh() -> None:
-    """Run all notebooks at profile laptop and write them and data/results back into the repository."""
+def refresh(
+    names: Annotated[list[str] | None, typer.Argument(help="Such as 01_permutation_proof; default: all.")] = None,
+) -> None:
+    """Run notebooks at profile laptop and write them and data/results back into the repository."""
     from . import book
 
     started = time.monotonic()
-    written = book.refresh()
+    written = book.refresh(names)
     typer.echo(f"{len(written)} files written in {_minutes(started)}; see `git diff --stat`")
 
 
@@ -271,7 +273,7 @@ def _table_of_rows(result: dict[str, Any]) -> Any:
     )
     for column in ("dtype", "variant", "scope", "cores"):
         table.add_column(column, no_wrap=True)
-    for column in ("ms", "quartiles", "speed-up", "GB/s", "% limit"):
+    for column in ("ms", "quartiles", "speed-up", "GB/s", "% lim"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
         mark = "" if row["side_by_side"] else "~"

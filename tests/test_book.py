@@ -125,7 +125,10 @@ def test_a_faulty_build_is_refused_and_the_one_before_stays(root, monkeypatch, s
 
 
 def test_refresh_writes_nothing_unless_every_notebook_is_fit(root, monkeypatch):
-    def run(profile, output):
+    asked = []
+
+    def run(profile, names, output):
+        asked.append(names)
         (output / "notebooks").mkdir()
         (output / "notebooks" / "01_a.ipynb").write_text(f"run at {profile}")
         (output / "data" / "results" / "t.csv").write_text("new")
@@ -141,7 +144,7 @@ def test_refresh_writes_nothing_unless_every_notebook_is_fit(root, monkeypatch):
     monkeypatch.setattr(book, "lint_notebooks", lambda folder: [])
     monkeypatch.setattr(book, "numbers_table", lambda folder: (folder / "t.csv").read_text())
     (root / "README.md").write_text(f"{readme.START}{readme.END}")
-    assert len(book.refresh()) == 3
+    assert len(book.refresh(["01_a"])) == 3 and asked == [None, ["01_a"]]
     assert "new" in (root / "README.md").read_text()
     assert (root / "data/results/t.csv").read_text() == "new"
     assert (root / "notebooks/01_a.ipynb").read_text() == "run at laptop"

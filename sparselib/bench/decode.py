@@ -63,6 +63,7 @@ class _Bench:
     reader: Reader
     peak: float
     room: int
+    cores: str | None = None  # the distance of the first group's rounds, which is looked for in the others
     measured: dict[str, list[tuple[_Group, Rounds]]] = field(default_factory=dict)  # by dtype
     left_out: list[dict[str, str]] = field(default_factory=list)
     work_done: float = 0.0
@@ -156,8 +157,10 @@ class _Bench:
             self.rounds,
             seed=self.seed,
             reader=self.reader,
+            cores=self.cores,
             progress=tell,
         )
+        self.cores = self.cores or rounds.cores
         if not group.is_whole:
             rounds = rounds.whole(preset(self.preset).n_layers)
         self.measured.setdefault(group.dtype, []).append((group, rounds))
@@ -247,7 +250,8 @@ def bench_decode(
     why). A row's ``limit_ms`` is computed with its own ``read_gb_s``, the median of the bandwidths seen beside it;
     the machine's is the best of all. ``speedup`` is over dense of the same dtype and scope; ``side_by_side`` says
     whether in the same rounds. ``cores`` says whether the cores shared a cache in those rounds ("near") or not
-    ("far"); where both were seen there are rows for both, the more frequent being ``usual``. ``derived`` marks what was
+    ("far"); where both were seen there are rows for both. ``usual`` is the distance of the first rounds wherever the
+    others had it, too, so that rows can be compared. ``derived`` marks what was
     computed from one block; ``in_cache``, that a token's bytes fit in the last-level cache, so that the limit, which is
     memory's, may be beaten.
 

@@ -87,15 +87,17 @@ def time_in_rounds(
     warmup: int = WARMUP,
     seed: int = 0,
     reader: Reader | None = None,
+    cores: str | None = None,
     progress: Callable[[str], Any] = silent,
 ) -> Rounds:
     """Time ``tokens`` tokens of every engine in each of ``rounds`` rounds, the engines in turn.
 
-    Rounds are taken until there are ``rounds`` of them with the cores at one distance, or ``MOST`` times as many in
-    all. All tokens are random and new, so that new rows are read for each. A turn begins at ``context`` positions, with
-    ``warmup`` tokens that are not counted. An encoder-decoder gets a random source of ``source_len`` tokens, or random
-    vectors where its encoder was left out. ``reader`` looks at the bandwidth and the distance (default: one of the
-    first engine's threads), ``progress`` is told the engine's name after every token, outside the times.
+    Rounds are taken until there are ``rounds`` of them with the cores at one distance, that of ``cores`` ("near" or
+    "far") if it is given, or ``MOST`` times as many in all. All tokens are random and new, so that new rows are read
+    for each. A turn begins at ``context`` positions, with ``warmup`` tokens that are not counted. An encoder-decoder
+    gets a random source of ``source_len`` tokens, or random vectors where its encoder was left out. ``reader`` looks at
+    the bandwidth and the distance (default: one of the first engine's threads), ``progress`` is told the engine's name
+    after every token, outside the times.
     Errors: ValueError for no engines, bad counts, or more positions than an engine's ``max_len``.
     """
     require(len(engines) > 0, "engines", dict(engines), "at least one")
@@ -112,24 +114,24 @@ def time_in_rounds(
     for engine in engines.values():
         _begin(engine, context, generator)
     taken: dict[str, list[np.ndarray]] = {name: [] for name in engines}
-    looks, cores = [_look(reader)], np.array([], str)
-    while len(cores) < MOST * rounds and max(_count(cores).values()) < rounds:
+    looks, seen = [_look(reader)], np.array([], str)
+    while len(seen) < MOST * rounds and _most(seen, cores) < rounds:
         for name, engine in engines.items():
             engine.rewind(context)
             taken[name].append(_turn(engine, name, tokens, warmup, generator, progress))
         looks.append(_look(reader))
-        cores = _distances(looks, reader.threads)
+        seen = _distances(looks, reader.threads)
     times = {name: np.array(turns) for name, turns in taken.items()}
     attended = context + warmup + (tokens + 1) // 2
     between = (np.array(looks[1:]) + np.array(looks[:-1])) / 2  # (rounds, 2)
 
     def of(distance: str) -> Rounds:
-        kept = cores == distance
+        kept = seen == distance
         samples = {name: _samples(times[name][kept], engine) for name, engine in engines.items()}
         return Rounds(samples, between[kept, 0], attended, distance, float(np.median(between[kept, 1])))
 
-    counts = _count(cores)
-    usual, other = sorted(counts, key=lambda distance: -counts[distance])
+    counts = _count(seen)
+    usual, other = sorted(counts, key=lambda distance: (distance != cores or counts[distance] < FEW, -counts[distance]))
     if not counts[usual]:
         return of("moving")
     return replace(of(usual), other=of(other) if counts[other] >= FEW else None)
@@ -147,8 +149,14 @@ def _distances(looks: list[tuple[float, float]], threads: int) -> np.ndarray:
     return np.array([names.get(pair, "moving") for pair in pairwise(far)])
 
 
-def _count(cores: np.ndarray) -> dict[str, int]:
-    return {distance: int((cores == distance).sum()) for distance in ("near", "far")}
+def _count(seen: np.ndarray) -> dict[str, int]:
+    return {distance: int((seen == distance).sum()) for distance in ("near", "far")}
+
+
+def _most(seen: np.ndarray, cores: str | None) -> int:
+    """Rounds at the distance that is looked for, or at the more frequent one."""
+    counts = _count(seen)
+    return counts.get(cores or "", max(counts.values()))
 
 
 def _begin(engine: Engine, context: int, generator: np.random.Generator) -> None:

@@ -53,7 +53,7 @@ def formats(frame: DataFrame) -> dict[str, str]:
 def rows_of(result: Mapping[str, Any], dtype: str, scope: Scope) -> dict[str, dict[str, Any]]:
     """The rows of a benchmark's result in one dtype and scope, by variant, in the paper's order.
 
-    Those with the cores at the distance that they mostly had; :func:`by_distance` has the others.
+    Those with the cores at the usual distance; :func:`by_distance` has the others.
     """
     rows = [row for row in result["rows"] if row["dtype"] == dtype and row["scope"] == scope and row["usual"]]
     return {row["variant"]: row for row in sorted(rows, key=lambda row: VARIANTS.index(row["variant"]))}
@@ -70,6 +70,7 @@ def against_paper(
         frame.append(
             {
                 "variant": look(variant).label,
+                "cores": row["cores"],
                 "paper (ms)": theirs,
                 "here (ms)": row["ms_median"],
                 "quartiles": f"{row['ms_q1']:,.2f} to {row['ms_q3']:,.2f}",

@@ -153,12 +153,12 @@ def test_a_whole_model_is_derived_from_one_block():
     assert rounds.samples["a"].block.tolist() == [[3, 4]]
 
 
-def rounds_at(distances, rounds, threads=2):
+def rounds_at(distances, rounds, threads=2, **wanted):
     """Rounds of a pretender whose cores meet in so many ns at each look."""
     looks = iter(distances)
     reader = SimpleNamespace(threads=threads, now=lambda: 20.0, handover=lambda: float(next(looks)))
     log = []
-    return time_in_rounds({"a": Pretender("a", log)}, 2, rounds, context=2, warmup=0, reader=reader), log
+    return time_in_rounds({"a": Pretender("a", log)}, 2, rounds, context=2, warmup=0, reader=reader, **wanted), log
 
 
 def test_only_rounds_with_the_cores_at_one_distance_count():
@@ -174,6 +174,15 @@ def test_a_few_rounds_at_the_other_distance_are_kept_apart():
     assert rounds.other.cores == "near" and rounds.other.samples["a"].token.shape == (3, 2)
     whole = rounds.whole(3)
     assert (whole.other.samples["a"].token == rounds.other.samples["a"].token * 1.5).all()  # blocks are a quarter of it
+
+
+def test_the_distance_that_is_looked_for_counts_if_it_was_there_a_few_times():
+    looks = [40, 40, 40, 40, 40, 160, 160, 160, 160]  # near four times, moving, far three times
+    rounds, _ = rounds_at(looks, 3, cores="far")
+    assert rounds.cores == "far" and rounds.samples["a"].token.shape == (3, 2)
+    assert rounds.other.samples["a"].token.shape == (4, 2)
+    rounds, log = rounds_at([40] * 10, 3, cores="far")
+    assert rounds.cores == "near" and len(log) == 9 * 2
 
 
 def test_cores_that_never_rest_end_it_and_are_called_moving():
@@ -291,6 +300,18 @@ def test_a_model_that_does_not_fit_is_derived_from_its_blocks(monkeypatch):
     assert [(out["variant"], "whole model needs" in out["reason"]) for out in result["left_out"]] == [
         (variant, True) for variant in TWO
     ]
+
+
+def test_later_groups_look_for_the_distance_of_the_first(monkeypatch):
+    wanted = []
+
+    def times(engines, tokens, rounds, *, cores, **_):
+        wanted.append(cores)
+        return Rounds({v: samples([[1]], [[1]]) for v in engines}, np.ones(1), 35, "far", 160.0)
+
+    monkeypatch.setattr(decode, "time_in_rounds", times)
+    bench_decode("smoke", threads=THREADS, tokens=2, rounds=2)
+    assert wanted == [None, "far", "far"]
 
 
 def test_both_distances_of_the_cores_have_rows(monkeypatch):
