@@ -251,9 +251,8 @@ def bench_decode(
     the machine's is the best of all. ``speedup`` is over dense of the same dtype and scope; ``side_by_side`` says
     whether in the same rounds. ``cores`` says whether the cores shared a cache in those rounds ("near") or not
     ("far"); where both were seen there are rows for both. ``usual`` is the distance of the first rounds wherever the
-    others had it, too, so that rows can be compared. ``derived`` marks what was
-    computed from one block; ``in_cache``, that a token's bytes fit in the last-level cache, so that the limit, which is
-    memory's, may be beaten.
+    others had it, too, so that rows can be compared. ``derived`` marks what was computed from one block; ``in_cache``,
+    that a token's bytes fit in the last-level cache, so that the limit, which is memory's, may be beaten.
 
     Errors: ValueError for anything unknown or impossible, before anything is built.
     """

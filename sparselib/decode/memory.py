@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import resource
 import sys
 
 import numpy as np
@@ -34,4 +33,6 @@ def allocate(size: int, dtype: DTypeLike) -> np.ndarray:
 
 def peak_memory() -> int:
     """Bytes of memory that the process has held at most."""
+    import resource  # Windows has none
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -36,7 +36,6 @@ FORMATS = {
     "dense, % of limit": "{:.0f}",
 }
 
-
 # What is compared with dense: the variant, block or whole model, and how it is drawn.
 COMPARED: dict[str, tuple[str, Scope, str]] = {
     "FF+QKV, block": ("ff_qkv", "block", "--"),

@@ -1,4 +1,4 @@
-"""C4 (English), streamed: 365 million web pages, 305 GB packed, the paper's text.
+"""C4 (English), streamed: web pages, the paper's text, too much to keep.
 
 It comes from the Hugging Face hub, at a fixed revision. A machine without network reads the same files from
 data/corpora/local/c4: as many of them as were put there, at least one of each split. Nothing is copied: a page is read
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HUB, SUBSET = "allenai/c4", "en"
 REVISION = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
 FIRST = {"train": "c4-train.00000-of-01024.json.gz", "validation": "c4-validation.00000-of-00008.json.gz"}
-VALIDATION_DOCUMENTS = 1000  # about 480,000 T5 tokens: read once, then kept
+VALIDATION_DOCUMENTS = 1000  # read once, then kept
 
 
 def c4_folder() -> Path:
