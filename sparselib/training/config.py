@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
 from ..checks import require
 from ..config import ModelConfig, preset
@@ -69,9 +70,10 @@ class TrainConfig(_Config):
     """One training run.
 
     ``model`` holds fields of :class:`~sparselib.config.ModelConfig`, and may name a ``preset`` and its ``variant`` to
-    start from; its vocabulary is the data's. ``batch`` counts the sequences of one update over all processes, worked
-    through in ``accumulate`` parts. Length: ``steps`` updates or ``epochs`` through the train split, one of the two.
-    ``validate_every`` and ``checkpoint_every`` count steps (None: at the end only).
+    start from; its vocabulary is the data's. What is written of it names no preset, but every field that differs from
+    ModelConfig's defaults, so that a record stays true when a preset changes. ``batch`` counts the sequences of one
+    update over all processes, worked through in ``accumulate`` parts. Length: ``steps`` updates or ``epochs`` through
+    the train split, one of the two. ``validate_every`` and ``checkpoint_every`` count steps (None: at the end only).
     """
 
     experiment: Name
@@ -120,6 +122,17 @@ class TrainConfig(_Config):
             return ModelConfig(**fields)
         except TypeError as error:  # names the fields that are missing
             raise ValueError(f"model: {error}") from None
+
+    @field_serializer("model")
+    def _without_preset(self, _: dict[str, Any]) -> dict[str, Any]:
+        model = self.model_config_()
+        fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        defaults = {field.name: field.default for field in dataclasses.fields(model)}
+        return {name: value for name, value in fields.items() if value != defaults[name]}
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are written in the same way, and so name the same run."""
+        return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     @classmethod
     def load(cls, path: Path) -> Self:

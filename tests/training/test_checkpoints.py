@@ -124,7 +124,7 @@ def test_a_broken_run_json_is_refused(tmp_path, content):
         ({"steps": None, "epochs": 2.0}, "epochs = 2.0: must be None"),
         ({"optimizer": CONFIG.optimizer.model_copy(update={"learning_rate": 0.2})}, "optimizer.learning_rate = 0.2"),
         ({"data": CONFIG.data.model_copy(update={"vocab_size": 512})}, "data.vocab_size = 512: must be 300"),
-        ({"model": {"preset": "smoke", "d_ff": 8}}, "model.d_ff = 8: must be None"),
+        ({"model": {"preset": "smoke", "d_ff": 8}}, "model.d_ff = 8: must be 128"),
     ],
 )
 def test_another_config_is_refused_by_the_field_that_differs(tmp_path, change, message):

@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from sparselib.config import preset
+from sparselib.config import _SIZES, preset
 from sparselib.paths import repository
 from sparselib.training import TrainConfig
 
@@ -25,7 +25,16 @@ def write(folder, **changes):
 def test_yaml_becomes_a_config_whose_model_has_the_datas_vocabulary(tmp_path):
     config = TrainConfig.load(write(tmp_path))
     assert config.model_config_() == preset("smoke", "ff", d_ff=96, vocab_size=300)
-    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config != config.model_copy(update={"seed": 1})
+
+
+def test_what_is_written_names_no_preset_that_may_change_later(tmp_path, monkeypatch):
+    config = TrainConfig.load(write(tmp_path))
+    written, model = config.model_dump(mode="json"), config.model_config_()
+    assert not {"preset", "variant", "temperature"} & set(written["model"])  # temperature has its default
+    monkeypatch.setitem(_SIZES["smoke"], "n_layers", 9)
+    assert config.model_config_() != model
+    assert TrainConfig.model_validate(written).model_config_() == model
 
 
 def test_a_model_may_be_given_field_by_field(tmp_path):
