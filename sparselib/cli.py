@@ -320,7 +320,8 @@ def decode(
     from .decode import DTYPES, Packed, pack_random
     from .decode.engine import usable_threads
     from .decode.layout import Layout
-    from .decode.memory import peak_memory, require_memory
+    from .decode.memory import require_memory
+    from .memory import peak_memory
 
     require((preset is None) != (packed is None), "preset, packed", (preset, packed), "exactly one given")
     config = None if preset is None else preset_of(preset, variant)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +17,7 @@ Experiment = Annotated[str | None, typer.Option(help="Such as figure1; default: 
 RunVariant = Annotated[str | None, typer.Option(help="Name within the experiment; default: all.")]
 RunSeed = Annotated[int | None, typer.Option(help="Default: all.")]
 COLUMNS = ("key", "experiment", "variant", "seed", "parameters", "tokens", "final_loss", "minutes", "code_version")
+SHORT = ("key", "experiment", "variant", "seed", "weights", "tokens", "loss", "min", "code")
 
 
 @runs_app.command("list")
@@ -33,13 +37,14 @@ def list_runs(
     if as_json:
         typer.echo(json.dumps([{name: getattr(run, name) for name in COLUMNS} for run in runs], indent=2))
     else:
-        table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-        for name in COLUMNS:
-            justify: Literal["left", "right"] = "right" if name in COLUMNS[3:8] else "left"
-            table.add_column(name.replace("_", " "), justify=justify, overflow="fold")
+        table = Table(box=box.SIMPLE, padding=0, pad_edge=False)
+        for name in SHORT:  # what 80 columns hold; --json and export give all
+            justify: Literal["left", "right"] = "right" if name in SHORT[3:8] else "left"
+            table.add_column(name, justify=justify, no_wrap=name != "variant")
         for run in runs:
-            numbers = (f"{run.parameters:,}", f"{run.tokens:,}", f"{run.final_loss:.4f}", f"{run.minutes:.1f}")
-            table.add_row(run.key, run.experiment, run.variant, str(run.seed), *numbers, run.code_version[:7])
+            millions = (f"{run.parameters / 1e6:.3f}M", f"{run.tokens / 1e6:.2f}M")
+            ended = (f"{run.final_loss:.4f}", f"{run.minutes:.1f}", run.code_version[:7])
+            table.add_row(run.key[:8], run.experiment, run.variant, str(run.seed), *millions, *ended)
         Console().print(table)
     for fault in faults:
         typer.echo(fault, err=True)
@@ -111,10 +116,24 @@ def sweep(
     from .sweep import Sweep, run_sweep
 
     try:
-        faults = run_sweep(Sweep.load(file).configs(), executor, workers=workers, say=typer.echo)
+        with _both_signals_interrupt():
+            faults = run_sweep(Sweep.load(file).configs(), executor, workers=workers, say=typer.echo)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on from the last checkpoints", err=True)
         raise typer.Exit(130) from None
     for fault in faults:
         typer.echo(fault, err=True)
     raise typer.Exit(bool(faults))
+
+
+@contextmanager
+def _both_signals_interrupt() -> Iterator[None]:
+    """SIGTERM ends a sweep as Ctrl-C does, and so does SIGINT, which shells let their background jobs ignore."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

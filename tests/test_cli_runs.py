@@ -3,6 +3,9 @@
 import csv
 import io
 import json
+import os
+import signal
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -29,7 +32,9 @@ def folder(tmp_path, monkeypatch):
 def test_list_as_table_and_as_json():
     table = call("runs", "list")
     assert table.exit_code == 0
-    assert [word for word in (config().experiment, record().key, "6.0000", "1,000") if word not in table.output] == []
+    assert [
+        word for word in (config().experiment, record().key[:8], "6.0000", "0.001M") if word not in table.output
+    ] == []
     runs = json.loads(call("runs", "list", "--json", "--experiment", "figure1").output)
     assert [(run["variant"], run["seed"]) for run in runs] == [("dense", 0), ("dense", 1), ("ff", 0)]
     fields = "experiment variant seed parameters tokens final_loss minutes code_version key"
@@ -98,12 +103,19 @@ def test_sweep_records_and_fails_with_what_failed(monkeypatch, sweep_file):
     assert result.stderr == "dense seed 3: loss is nan\n"
 
 
-def test_sweep_that_is_interrupted_says_how_to_go_on(monkeypatch, sweep_file):
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_sweep_that_is_interrupted_or_ended_says_how_to_go_on(monkeypatch, sweep_file, ending):
     def run(*arguments, **options):
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), ending)
+        time.sleep(10)
 
     monkeypatch.setattr(sweep, "run_sweep", run)
-    result = call("sweep", sweep_file)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in what a shell starts in the background
+    try:
+        result = call("sweep", sweep_file)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130
     assert "the same command goes on" in result.stderr
 

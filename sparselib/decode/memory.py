@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 
 import numpy as np
 import psutil
@@ -29,10 +28,3 @@ def allocate(size: int, dtype: DTypeLike) -> np.ndarray:
     with contextlib.suppress(OSError):  # a system without large pages
         area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, dtype, size)
-
-
-def peak_memory() -> int:
-    """Bytes of memory that the process has held at most."""
-    import resource  # Windows has none
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

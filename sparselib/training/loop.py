@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..checks import require, require_size
-from ..decode.memory import peak_memory
 from ..models import Transformer
 from ..tasks.objectives import Batch, Causal
 from ..tasks.sources import Splits, WindowSource, load_splits
@@ -85,8 +84,6 @@ def train_run(
         model = Transformer(config.model_config_())
     trainer = Trainer(model, config.optimizer, steps, accumulate=config.accumulate, precision=config.precision)
     keeper = _Keeper(folder, config, splits.checksum, trainer)
-    if trainer.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(trainer.device)
     with _own_randomness(config.seed + trainer.accelerator.process_index), _interrupt_noted() as interrupted:
         trace = keeper.start(resume)
 
@@ -120,7 +117,7 @@ def train_run(
         extra=trace.extra,
         tokens=trace.tokens,
         seconds=trace.seconds,
-        peak_memory_bytes=_peak_memory(trainer.device),
+        peak_memory_bytes=trainer.peak_memory(),
         parameters=sum(p.numel() for p in model.parameters()),
         model=model,
         checkpoint=checkpoint,
@@ -310,10 +307,6 @@ def _steps(config: TrainConfig, splits: Splits) -> int:
     steps = max(1, round(config.epochs * len(cast(Tensor, windows)) / config.batch))
     require(config.optimizer.warmup <= steps, "warmup", config.optimizer.warmup, f"at most steps = {steps}")
     return steps
-
-
-def _peak_memory(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ..checks import require
+from ..memory import peak_memory
 from ..tasks.objectives import Batch
 from .checkpoints import GENERATORS
 from .config import OptimizerConfig
@@ -42,6 +43,8 @@ class Trainer:
         require(seen == started, "processes", seen, f"the {started} launched; on CPUs, set ACCELERATE_USE_CPU=1")
         self.config, self.steps, self.accumulate, self.precision = config, steps, accumulate, precision
         self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model, config))
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -51,6 +54,10 @@ class Trainer:
     def bare_model(self) -> nn.Module:
         """The model without what the launcher wrapped around it."""
         return self.accelerator.unwrap_model(self.model)
+
+    def peak_memory(self) -> int:
+        """Most bytes held: on a GPU since this trainer was made, else by this process since it began."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_memory()
 
     def update(self, batch: Batch, step: int) -> float:
         """Update number ``step`` (from 1) on the sequences of all processes; returns their mean loss before it.
