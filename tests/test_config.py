@@ -193,6 +193,7 @@ def test_variants_switch_on_the_sparse_layers_they_name(name):
 
 def test_fields_of_a_preset_can_be_set_otherwise():
     assert preset("smoke", "ff", d_lowrank=2, controller="reference").d_lowrank == 2
+    assert preset("laptop", "ff").controller == "reference" != preset("laptop", "ff", controller="paper").controller
     assert preset("laptop", architecture="prefix_lm").architecture == "prefix_lm"
 
 

@@ -104,21 +104,23 @@ def draw_scale(sizes: Mapping[str, Recorded]) -> Figure:
 def load_tuning() -> tuple[Recorded, DataFrame]:
     """The runs of the sweep over learning rates, and a row for each of its models and rates, recorded or not."""
     configs = planned_runs("tuning")
-    recorded = load([Row(c.variant, f"tuning/{c.variant}", c.model["variant"]) for c in configs])
+    kinds = [config.variant.rpartition("_")[0] for config in configs]  # before the rate
+    recorded = load([Row(c.variant, f"tuning/{c.variant}", kind) for c, kind in zip(configs, kinds, strict=True)])
     rows = [
         {
-            "variant": config.model["variant"],
+            "variant": kind,
             "learning rate": config.optimizer.learning_rate,
             "loss (nats)": next((run.final_loss for run in runs.values()), None),
         }
-        for config, runs in zip(configs, recorded.runs, strict=True)
+        for config, kind, runs in zip(configs, kinds, recorded.runs, strict=True)
     ]
     return recorded, DataFrame(rows)
 
 
 def tuning_table(frame: DataFrame) -> DataFrame:
-    """For every model the rates tried, the best of them, and the one that figure 1's runs take."""
-    used = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
+    """For every model the rates tried, the best of them, and the one that its other runs take."""
+    others = [*planned_runs("figure1"), *planned_runs("ablations")]
+    used = {config.variant: config.optimizer.learning_rate for config in others}
     rows = []
     for variant, group in frame.groupby("variant", sort=False):
         losses = group.dropna().set_index("learning rate")["loss (nats)"].astype(float)

@@ -52,6 +52,7 @@ class Look:
 LOOKS = {
     "dense": Look(OKABE_ITO["black"], "o", "dense"),
     "ff": Look(OKABE_ITO["orange"], "s", "sparse FF"),
+    "ff_paper": Look(OKABE_ITO["orange"], "d", "sparse FF by the paper's text", "--"),
     "qkv": Look(OKABE_ITO["sky_blue"], "^", "sparse QKV"),
     "ff_qkv": Look(OKABE_ITO["green"], "D", "sparse FF+QKV"),
     "ff_qkv_loss": Look(OKABE_ITO["vermillion"], "v", "sparse FF+QKV+loss"),

@@ -64,8 +64,8 @@ def test_every_model_is_tuned_over_the_same_rates_and_on_other_seeds():
     tuning = planned_runs("tuning")
     rates = {}
     for config in tuning:
-        rates.setdefault(config.model["variant"], set()).add(config.optimizer.learning_rate)
-    assert len(rates) == 4 and len({frozenset(tried) for tried in rates.values()}) == 1
+        rates.setdefault(config.variant.rpartition("_")[0], set()).add(config.optimizer.learning_rate)
+    assert len(rates) == 5 and len({frozenset(tried) for tried in rates.values()}) == 1
     reported = {c.seed for name in LAPTOP if name != "tuning" for c in planned_runs(name)}
     assert not reported & {config.seed for config in tuning}
     for config in planned_runs("figure1"):
@@ -73,9 +73,11 @@ def test_every_model_is_tuned_over_the_same_rates_and_on_other_seeds():
 
 
 def test_models_of_a_kind_have_the_rate_of_that_kind_in_figure_1():
-    rates = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
+    tuned = [*planned_runs("figure1"), *(c for c in planned_runs("ablations") if c.variant == "ff_paper")]
+    rates = {config.variant: config.optimizer.learning_rate for config in tuned}
     for config in chain.from_iterable(planned_runs(name) for name in LAPTOP if name != "tuning"):
         kind = "ff" if "feedforward" in config.model else config.model.get("variant", "dense")
+        kind += "_paper" * (config.model.get("controller") == "paper")
         assert config.optimizer.learning_rate == rates[kind], f"{config.experiment}/{config.variant}"
 
 
@@ -90,16 +92,16 @@ def test_figure_1_takes_the_best_rates_once_they_are_recorded(monkeypatch):
 
 def test_tuning_table_names_the_best_rate():
     recorded, frame = perplexity.load_tuning()
-    assert perplexity.tuning_table(frame)["recorded"].tolist() == [0] * 4
+    assert perplexity.tuning_table(frame)["recorded"].tolist() == [0] * 5
     assert not perplexity.draw_tuning(frame, recorded).axes[0].lines
-    best = {"dense": 0.002, "ff": 0.008, "qkv": 0.004, "ff_qkv": 0.001}
-    invent("tuning", lambda c: 5 + abs(c.optimizer.learning_rate - best[c.model["variant"]]))
+    best = {"dense": 0.002, "ff": 0.016, "ff_paper": 0.008, "qkv": 0.004, "ff_qkv": 0.001}
+    invent("tuning", lambda c: 5 + abs(c.optimizer.learning_rate - best[c.variant.rpartition("_")[0]]))
     recorded, frame = perplexity.load_tuning()
     table = perplexity.tuning_table(frame)
     assert table["best"].tolist() == list(best.values())
-    assert table["loss (nats)"].tolist() == [5] * 4
-    assert table["best at the edge"].tolist() == ["no", "yes", "no", "yes"]
-    assert len(perplexity.draw_tuning(frame, recorded).axes[0].lines) == 4
+    assert table["loss (nats)"].tolist() == [5] * 5
+    assert table["best at the edge"].tolist() == ["no", "yes", "no", "no", "yes"]
+    assert len(perplexity.draw_tuning(frame, recorded).axes[0].lines) == 5
 
 
 def test_each_size_is_compared_with_its_own_dense_model():
