@@ -16,6 +16,7 @@ from ..checks import (
     require_size,
 )
 from .base import Stateless
+from .decisions import are_followed
 from .gated import Gated
 from .selector import EXACT, Selector
 
@@ -109,7 +110,7 @@ class SparseFeedForward(FeedForward):
         check_sequence(x, self.d_model)
         tokens, uniform = x.flatten(0, 1), None if uniform is None else uniform.flatten(0, 1)
         on_cpu = x.device.type == "cpu" and x.dtype in EXACT and not torch.is_autocast_enabled("cpu")
-        fused = self.training and self.select.reading == "paper" and on_cpu
+        fused = self.training and self.select.reading == "paper" and on_cpu and not are_followed()
         return (self.fused if fused else self.plain)(tokens, uniform).view(x.shape)
 
     def plain(self, x: Tensor, uniform: Tensor | None = None) -> Tensor:

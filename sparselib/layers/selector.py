@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..checks import require, require_choice
 from ..config import CONTROLLERS
+from .decisions import choose
 
 _LEVELS = 1 << 16
 EXACT = (torch.float32, torch.float64)  # the types numpy and numba know
@@ -67,7 +68,8 @@ def gumbel_of(uniform: Tensor) -> Tensor:
 
 def one_hot_of_best(z: Tensor) -> Tensor:
     """1 at the largest of the last axis, else 0, in the type of ``z``."""
-    return torch.zeros_like(z).scatter_(-1, z.max(-1, keepdim=True).indices, 1)
+    best = choose(lambda: z.max(-1, keepdim=True).indices)
+    return torch.zeros_like(z).scatter_(-1, best, 1)
 
 
 class Selector(nn.Module):
