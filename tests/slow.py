@@ -290,3 +290,22 @@ def transformer(w, config, tokens, target=None, mask=None, prefix_length=None):
         x = stack(embed[np.asarray(target)], under(w, "stack"), config, config.attention, sight(True), memory, mask)
     out = under(w, "unembedding")
     return dense(x, out) if config.loss_sparsity == 1 else multiplicative(x, out, config.loss_sparsity)
+
+
+# --- recurrence -------------------------------------------------------------------------------------------------------
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def sru(x, w):
+    y = np.zeros_like(x)
+    for row, out in zip(x, y, strict=True):
+        c = np.zeros(x.shape[-1])
+        for t, v in enumerate(row):
+            r, f, candidate = np.split(w["gates.weight"] @ v + w["gates.bias"], 3)
+            r, f = sigmoid(r), sigmoid(f)
+            c = f * c + (1 - f) * candidate
+            out[t] = r * c + (1 - r) * v * math.sqrt(3)
+    return y

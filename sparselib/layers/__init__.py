@@ -8,13 +8,17 @@ from .feedforward import FeedForward, SparseFeedForward
 from .module_conv import ModuleConv
 from .multiplicative import MultiplicativeDense
 from .positions import LearnedPositions, SinusoidalPositions
+from .recurrence import SRU, RecurrentBranch
+from .reversible import Chunked, ReversibleStack
 from .selector import Selector
 from .unembedding import DenseUnembedding, SparseUnembedding
 
 __all__ = [
+    "SRU",
     "AttentionState",
     "BlockFeedForward",
     "Chain",
+    "Chunked",
     "CrossAttention",
     "CrossAttentionState",
     "Dense",
@@ -25,6 +29,8 @@ __all__ = [
     "LearnedPositions",
     "ModuleConv",
     "MultiplicativeDense",
+    "RecurrentBranch",
+    "ReversibleStack",
     "Selector",
     "SelfAttention",
     "SinusoidalPositions",

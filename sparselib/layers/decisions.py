@@ -33,11 +33,12 @@ def are_followed() -> bool:
 
 @contextmanager
 def remembered() -> Iterator[list[Tensor]]:
-    """Collects what is chosen inside, in order."""
+    """Collects what is chosen inside, in order; inside :func:`repeated`, what is repeated."""
     choices: list[Tensor] = []
+    outer = _scope.choose
 
     def remember(make: Callable[[], Tensor]) -> Tensor:
-        made = make()
+        made = make() if outer is None else outer(make)
         choices.append(made.to(int32))
         return made
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparselib.layers import (
+    SRU,
     BlockFeedForward,
     Chain,
     CrossAttention,
@@ -16,6 +17,7 @@ from sparselib.layers import (
     Layer,
     ModuleConv,
     MultiplicativeDense,
+    RecurrentBranch,
     SparseAttention,
     SparseCrossAttention,
     SparseFeedForward,
@@ -93,6 +95,8 @@ LAYERS = {
     ),
     "cross": lambda: WithMemory(CrossAttention(D, 2)),
     "cross_sparse": lambda: WithMemory(SparseCrossAttention(D, 2, 2, KERNEL)),
+    "sru": lambda: SRU(D),
+    "recurrent_branch": lambda: RecurrentBranch(D, 3, 2),
     "unembedding": lambda: DenseUnembedding(D, 7),
     "unembedding_sparse": lambda: SparseUnembedding(D, 8, 2),
 }

@@ -18,6 +18,12 @@ def test_choices_come_back_in_order():
     assert choose(lambda: torch.tensor([9])).tolist() == [9]
 
 
+def test_what_is_repeated_can_be_remembered_again():
+    with repeated([torch.tensor([3])]), remembered() as inner:
+        choose(lambda: torch.tensor([9]))
+    assert [choice.tolist() for choice in inner] == [[3]]
+
+
 @pytest.mark.parametrize(("made", "message"), [(1, "fewer than the 2"), (3, "more than the 2")])
 def test_another_number_of_choices_is_an_error(made, message):
     choices = [torch.zeros(1), torch.zeros(1)]

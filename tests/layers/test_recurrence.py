@@ -1,0 +1,60 @@
+"""The recurrent unit against its loop, its scan against the recurrence, its gradients, its refusals."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparselib.layers import SRU, RecurrentBranch
+from sparselib.layers.recurrence import LinearScan
+
+from .. import slow
+from ..helpers import close, randomized, seeds, vectors
+
+
+@given(batch=st.integers(1, 3), length=st.integers(1, 40), units=st.integers(1, 5), seed=seeds)
+def test_sru_is_its_equations(batch, length, units, seed):
+    layer, x = randomized(SRU(units), seed), vectors(batch, length, units, seed=seed)
+    close(layer(x), torch.from_numpy(slow.sru(x.numpy(), slow.weights_of(layer))))
+
+
+@given(length=st.integers(1, 70), seed=seeds)
+def test_scan_is_the_recurrence(length, seed):
+    f, u = vectors(2, length, 3, seed=seed).sigmoid(), vectors(2, length, 3, seed=seed + 1)
+    kept = f.clone(), u.clone()
+    c, cell = LinearScan.apply(f, u), torch.zeros(2, 3, dtype=f.dtype)
+    for t in range(length):
+        cell = f[:, t] * cell + u[:, t]
+        close(c[:, t], cell)
+    assert torch.equal(f, kept[0]) and torch.equal(u, kept[1])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+def test_gradients(length):
+    f = vectors(2, length, 2, seed=1).sigmoid().requires_grad_()
+    u = vectors(2, length, 2, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(LinearScan.apply, (f, u))
+    layer, x = randomized(SRU(2), 3), vectors(2, length, 2, seed=4).requires_grad_()
+    assert torch.autograd.gradcheck(layer, (x,))
+
+
+def test_a_gate_that_is_shut_or_open_in_float32_gives_no_nan():
+    f = torch.zeros(1, 5000, 2)
+    f[..., 1] = 1
+    c = LinearScan.apply(f, torch.ones(1, 5000, 2))
+    assert torch.equal(c[0, :, 0], torch.ones(5000))
+    assert torch.equal(c[0, :, 1], torch.arange(1.0, 5001))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SRU(0), "sru_units = 0: must be an int of at least 1"),
+        (lambda: RecurrentBranch(4, 2, 0), "sru_layers = 0: must be an int of at least 1"),
+        (lambda: SRU(3)(torch.zeros(1, 2, 4)), r"x.shape = \(1, 2, 4\)"),
+        (lambda: SRU(3).prefill(torch.zeros(1, 2, 3), torch.zeros(2, 3)), "2"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

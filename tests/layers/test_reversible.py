@@ -1,0 +1,201 @@
+"""Reversible stacks and chunked layers give the gradients of ordinary differentiation, and keep less."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparselib.layers import Chunked, DenseAttention, FeedForward, ReversibleStack, SparseFeedForward
+from sparselib.layers.decisions import choose
+
+from ..helpers import randomized, vectors
+
+D = 4
+
+
+class Half(nn.Module):
+    """Norm, layer, dropout; optionally a vector to add."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.norm, self.layer, self.dropout = nn.LayerNorm(D), layer, nn.Dropout(0.3)
+
+    def forward(self, x, shift=0.0):
+        return self.dropout(self.layer(self.norm(x))) + shift
+
+
+def halves(depth=1, chunk=None):
+    made = []
+    for reading in ("paper", "reference") * depth:
+        sparse = SparseFeedForward(D, 6, 3, 2, controller=reading, hard_share=0.5)
+        made += [Half(DenseAttention(D, 2)), Half(sparse if chunk is None else Chunked(sparse, chunk))]
+    return made
+
+
+def stack(swaps=None, depth=1, chunk=None, **options):
+    made = ReversibleStack(halves(depth, chunk), swaps, **options)
+    return randomized(made, seed=3).train()
+
+
+def gradients(model, x1, x2, seed=0, **context):
+    """Both outputs and all gradients; the same draws for the same seed."""
+    x1, x2 = x1.clone().requires_grad_(), x2.clone().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(seed)
+    y1, y2 = model(x1, x2, **context)
+    after = torch.get_rng_state()
+    ((y1 * vectors(*y1.shape, seed=8).to(y1)).sum() + (y2 * vectors(*y2.shape, seed=9).to(y2)).sum()).backward()
+    kept = getattr(model, "remember", "choices") != "nothing"
+    assert torch.equal(torch.get_rng_state(), after) == kept  # the second calls leave no trace
+    return [y1, y2, x1.grad, x2.grad, *(p.grad for p in model.parameters())]
+
+
+def same(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def streams(batch=2, length=5, dtype=torch.float64):
+    return vectors(batch, length, D, seed=1, dtype=dtype), vectors(batch, length, D, seed=2, dtype=dtype)
+
+
+def plain(model):
+    other = copy.deepcopy(model)
+    other.reversible = False
+    return other
+
+
+@settings(max_examples=15)
+@given(swaps=st.lists(st.booleans(), min_size=4, max_size=4), length=st.integers(1, 5), training=st.booleans())
+def test_gradients_are_those_of_ordinary_differentiation(swaps, length, training):
+    model = stack(swaps).train(training)
+    same(gradients(model, *streams(length=length)), gradients(plain(model), *streams(length=length)), 1e-10)
+
+
+def test_gradients_in_float32():
+    model = stack(depth=3).float()
+    x = streams(dtype=torch.float32)
+    same(gradients(model, *x), gradients(plain(model), *x), 1e-5)
+
+
+def test_what_all_halves_are_given_reaches_them():
+    model, shift = stack(), vectors(2, 5, D, seed=4)
+    found = gradients(model, *streams(), shift=shift)
+    same(found, gradients(plain(model), *streams(), shift=shift), 1e-10)
+    assert not torch.allclose(found[0], gradients(model, *streams())[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 9])
+def test_chunks_within_a_reversible_stack(chunk):
+    model = stack(chunk=chunk)
+    same(gradients(model, *streams()), gradients(plain(model), *streams()), 1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 9])
+def test_a_chunked_layer_is_the_layer(chunk):
+    layer, (x, _) = randomized(FeedForward(D, 6), 1), streams()
+    for part in (Chunked(layer, chunk), layer):
+        layer.zero_grad()
+        x.requires_grad_().grad = None
+        y = part(x)
+        (y * vectors(*y.shape, seed=8)).sum().backward()
+        found = [y, x.grad, *(p.grad for p in layer.parameters())]
+        expected = found if part is not layer else expected  # noqa: F821
+    same(found, expected, 1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(Chunked(layer, chunk)(x), layer(x))
+
+
+def test_frozen_weights_get_no_gradient_and_change_no_other():
+    model = stack()
+    for name, p in model.named_parameters():
+        p.requires_grad_("w1" not in name and "halves.0" not in name)
+    found = gradients(model, *streams())
+    same(found, gradients(plain(model), *streams()), 1e-10)
+    assert any(g is None for g in found[4:]) and any(g is not None for g in found[4:])
+
+
+def test_only_what_is_kept_of_choices_and_draws_gives_the_right_gradients():
+    right = gradients(plain(stack()), *streams())
+    for remember, good in (("choices", True), ("draws", True), ("nothing", False)):  # in float64 no choice flips
+        found = gradients(stack(remember=remember), *streams())
+        same(found[:2], right[:2], 1e-12)
+        equal = all(torch.allclose(a, b, atol=1e-9) for a, b in zip(found[2:], right[2:], strict=True))
+        assert equal == good, remember
+
+
+class Edge(nn.Module):
+    """Chooses by the sign of x, and adds so much that the last digits of the other stream are rounded away."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return 1e5 + choose(lambda: (x > 0).long()) * self.w
+
+
+@pytest.mark.parametrize(("remember", "chosen"), [("choices", 1.0), ("draws", 0.0)])
+def test_choices_made_again_from_rebuilt_inputs_would_flip(remember, chosen):
+    model = ReversibleStack([Edge(), Edge()], remember=remember)
+    y1, _ = model(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 1e-9))
+    y1.sum().backward()  # y1 is what the first half gave
+    assert model.halves[0].w.grad == chosen
+
+
+def saved_bytes(model, x1, x2):
+    """Bytes that the graph keeps besides weights and inputs."""
+    own = {p.data_ptr() for p in model.parameters()} | {x1.data_ptr(), x2.data_ptr()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x1, x2)
+    assert all(part.requires_grad for part in y)
+    return sum(kept.values())
+
+
+def test_a_deeper_stack_keeps_no_more():
+    x = streams(4, 64)
+    kept = [saved_bytes(stack(depth=depth), *x) for depth in (1, 6)]
+    assert kept[0] == kept[1] == 2 * x[0].nbytes
+    assert saved_bytes(plain(stack(depth=6)), *x) > 20 * kept[0]
+
+
+def test_bfloat16_under_autocast():
+    model = stack().float()
+    x = streams(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, *x)
+        expected = gradients(plain(model), *x)
+    same(found, expected, 0.02)
+    assert (found[0] - gradients(model, *x)[0]).abs().max() > 1e-4
+
+
+def test_a_weight_that_changed_since_the_forward_pass_is_an_error():
+    model = stack()
+    y1, y2 = model(*streams())
+    with torch.no_grad():
+        model.halves[1].layer.w1.add_(1)
+    with pytest.raises(RuntimeError, match="a weight or an input changed between the forward and the backward pass"):
+        (y1 + y2).sum().backward()
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="remember = 'all': must be one of 'choices', 'draws', 'nothing'"):
+        stack(remember="all")
+    with pytest.raises(ValueError, match="swaps = 3: must be one for each of 4 halves"):
+        stack([True] * 3)
+    with pytest.raises(ValueError, match=r"x2 = \(\(2, 4, 4\)"):
+        stack()(torch.zeros(2, 5, D), torch.zeros(2, 4, D))
+    with pytest.raises(ValueError, match="chunk = 0: must be an int of at least 1"):
+        Chunked(nn.Identity(), 0)
