@@ -9,7 +9,7 @@ from .module_conv import ModuleConv
 from .multiplicative import MultiplicativeDense
 from .positions import LearnedPositions, SinusoidalPositions
 from .recurrence import SRU, RecurrentBranch
-from .reversible import Chunked, ReversibleStack
+from .reversible import ReversibleStack, in_chunks
 from .selector import Selector
 from .unembedding import DenseUnembedding, SparseUnembedding
 
@@ -18,7 +18,6 @@ __all__ = [
     "AttentionState",
     "BlockFeedForward",
     "Chain",
-    "Chunked",
     "CrossAttention",
     "CrossAttentionState",
     "Dense",
@@ -40,4 +39,5 @@ __all__ = [
     "SparseUnembedding",
     "Stateless",
     "SwitchFeedForward",
+    "in_chunks",
 ]

@@ -97,23 +97,17 @@ def _saved(ctx) -> tuple[Tensor, ...]:
         ) from None
 
 
-class Chunked(nn.Module):
+def in_chunks(layer: nn.Module, x: Tensor, chunk: int) -> Tensor:
     """``layer``, which treats every position by itself, on ``chunk`` positions at a time: only its input is kept.
 
-    (B, L, d) -> what the layer gives. In the backward pass each chunk is worked through again, so that at no time the
-    inner activations (the d_ff of a feedforward) of more than one chunk are held.
+    x (B, L, d) -> layer(x). In the backward pass each chunk is worked through again, so that at no time the inner
+    activations (the d_ff of a feedforward) of more than one chunk are held.
     """
-
-    def __init__(self, layer: nn.Module, chunk: int):
-        super().__init__()
-        require_size("chunk", chunk)
-        self.layer, self.chunk = layer, chunk
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = _parameters(self.layer)
-        if torch.is_grad_enabled() and (x.requires_grad or weights):
-            return _Recomputed.apply(self.layer, self.chunk, x, *weights)
-        return torch.cat([self.layer(part) for part in x.split(self.chunk, dim=1)], dim=1)
+    require_size("chunk", chunk)
+    weights = _parameters(layer)
+    if torch.is_grad_enabled() and (x.requires_grad or weights):
+        return _Recomputed.apply(layer, chunk, x, *weights)
+    return torch.cat([layer(part) for part in x.split(chunk, dim=1)], dim=1)
 
 
 class _Recomputed(torch.autograd.Function):

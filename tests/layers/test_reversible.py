@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparselib.layers import Chunked, DenseAttention, FeedForward, ReversibleStack, SparseFeedForward
+from sparselib.layers import DenseAttention, FeedForward, ReversibleStack, SparseFeedForward, in_chunks
 from sparselib.layers.decisions import choose
 
 from ..helpers import randomized, vectors
@@ -19,19 +19,21 @@ D = 4
 class Half(nn.Module):
     """Norm, layer, dropout; optionally a vector to add."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, chunk=None):
         super().__init__()
-        self.norm, self.layer, self.dropout = nn.LayerNorm(D), layer, nn.Dropout(0.3)
+        self.norm, self.layer, self.dropout, self.chunk = nn.LayerNorm(D), layer, nn.Dropout(0.3), chunk
 
     def forward(self, x, shift=0.0):
-        return self.dropout(self.layer(self.norm(x))) + shift
+        x = self.norm(x)
+        y = self.layer(x) if self.chunk is None else in_chunks(self.layer, x, self.chunk)
+        return self.dropout(y) + shift
 
 
 def halves(depth=1, chunk=None):
     made = []
     for reading in ("paper", "reference") * depth:
         sparse = SparseFeedForward(D, 6, 3, 2, controller=reading, hard_share=0.5)
-        made += [Half(DenseAttention(D, 2)), Half(sparse if chunk is None else Chunked(sparse, chunk))]
+        made += [Half(DenseAttention(D, 2)), Half(sparse, chunk)]
     return made
 
 
@@ -99,16 +101,16 @@ def test_chunks_within_a_reversible_stack(chunk):
 @pytest.mark.parametrize("chunk", [1, 3, 9])
 def test_a_chunked_layer_is_the_layer(chunk):
     layer, (x, _) = randomized(FeedForward(D, 6), 1), streams()
-    for part in (Chunked(layer, chunk), layer):
+    found = []
+    for apply in (layer, lambda x: in_chunks(layer, x, chunk)):
         layer.zero_grad()
         x.requires_grad_().grad = None
-        y = part(x)
+        y = apply(x)
         (y * vectors(*y.shape, seed=8)).sum().backward()
-        found = [y, x.grad, *(p.grad for p in layer.parameters())]
-        expected = found if part is not layer else expected  # noqa: F821
-    same(found, expected, 1e-12)
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    same(*found, 1e-12)
     with torch.no_grad():
-        torch.testing.assert_close(Chunked(layer, chunk)(x), layer(x))
+        torch.testing.assert_close(in_chunks(layer, x, chunk), layer(x))
 
 
 def test_frozen_weights_get_no_gradient_and_change_no_other():
@@ -198,4 +200,4 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"x2 = \(\(2, 4, 4\)"):
         stack()(torch.zeros(2, 5, D), torch.zeros(2, 4, D))
     with pytest.raises(ValueError, match="chunk = 0: must be an int of at least 1"):
-        Chunked(nn.Identity(), 0)
+        in_chunks(nn.Identity(), torch.zeros(1, 2, 3), 0)
