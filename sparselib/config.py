@@ -12,7 +12,8 @@ from typing import Literal
 
 from .checks import require, require_choice, require_multiple, require_number, require_size
 
-ARCHITECTURES = ("decoder", "encoder", "encoder_decoder", "prefix_lm")
+TRANSFORMERS = ("decoder", "encoder", "encoder_decoder", "prefix_lm")
+ARCHITECTURES = (*TRANSFORMERS, "terraformer")
 FEEDFORWARDS = ("dense", "sparse", "block", "switch")
 CONTROLLERS = ("paper", "reference")
 ATTENTIONS = ("dense", "mult", "conv", "mult_conv", "mult_conv_output")
@@ -26,7 +27,7 @@ Attention = Literal["dense", "mult", "conv", "mult_conv", "mult_conv_output"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that fixes a :class:`~sparselib.models.Transformer`.
+    """Everything that fixes a :class:`~sparselib.models.Transformer` or :class:`~sparselib.models.Terraformer`.
 
     Sizes: ``n_layers`` blocks in the decoder (or in the encoder of an encoder-only model), ``n_encoder_layers`` in the
     encoder of an encoder-decoder, ``max_len`` positions in the position table.
@@ -41,7 +42,12 @@ class ModelConfig:
     ``attention``), ``value_kernel_size`` the width over modules of the V kernel (None: ``kernel_size``; the reference
     code: 1). In the paper each module is a head; ``modules_are_heads=False`` lifts that (reference code).
 
-    ``loss_sparsity`` = 1 is the dense output layer. Errors: ValueError naming the field, its value, what is allowed.
+    ``loss_sparsity`` = 1 is the dense output layer. ``sru_units`` > 0 puts a branch of ``sru_layers`` recurrent units
+    of that width beside every feedforward.
+
+    Terraformer alone: ``n_attentions`` in a decoder block, ``reversible_encoder`` (else it is trained with its
+    activations kept, and its streams are joined at its end), ``ff_chunk`` > 0 works through the feedforward so many
+    positions at a time. Errors: ValueError naming the field, its value, what is allowed.
     """
 
     vocab_size: int
@@ -50,7 +56,7 @@ class ModelConfig:
     n_heads: int
     n_layers: int
     n_encoder_layers: int = 0
-    architecture: Literal["decoder", "encoder", "encoder_decoder", "prefix_lm"] = "decoder"
+    architecture: Literal["decoder", "encoder", "encoder_decoder", "prefix_lm", "terraformer"] = "decoder"
     max_len: int = 512
     dropout: float = 0.0
     positions: Literal["learned", "sinusoidal"] = "learned"
@@ -70,6 +76,11 @@ class ModelConfig:
     value_kernel_size: int | None = None
     modules_are_heads: bool = True
     loss_sparsity: int = 1
+    sru_units: int = 0
+    sru_layers: int = 1
+    n_attentions: int = 2
+    reversible_encoder: bool = True
+    ff_chunk: int = 0
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "d_model", "d_ff", "n_heads", "n_layers", "max_len", "loss_sparsity"):
@@ -81,16 +92,20 @@ class ModelConfig:
         require_choice("cross_attention", self.cross_attention, CROSS_ATTENTIONS)
         if self.encoder_attention is not None:
             require_choice("encoder_attention", self.encoder_attention, ATTENTIONS)
-        require_size("n_encoder_layers", self.n_encoder_layers, minimum=int(self.is_encoder_decoder))
+        require_size("n_encoder_layers", self.n_encoder_layers, minimum=int(self.has_source))
         require(
-            self.is_encoder_decoder or self.n_encoder_layers == 0,
+            self.has_source or self.n_encoder_layers == 0,
             "n_encoder_layers",
             self.n_encoder_layers,
             f"0 when architecture is {self.architecture!r}",
         )
         for field in ("dropout", "temperature", "hard_share"):
             require_number(field, getattr(self, field))
-        for field in ("hidden_bias", "controller_bias", "modules_are_heads"):
+        for field in ("sru_units", "ff_chunk"):
+            require_size(field, getattr(self, field), minimum=0)
+        for field in ("sru_layers", "n_attentions"):
+            require_size(field, getattr(self, field))
+        for field in ("hidden_bias", "controller_bias", "modules_are_heads", "reversible_encoder"):
             require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
         require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require_multiple("d_model", self.d_model, self.n_heads, "n_heads")
@@ -127,6 +142,16 @@ class ModelConfig:
         return self.architecture == "encoder_decoder"
 
     @property
+    def has_source(self) -> bool:
+        """Whether the model takes two sequences, a source and a target."""
+        return self.is_encoder_decoder or self.architecture == "terraformer"
+
+    @property
+    def attentions_in_block(self) -> int:
+        """Self-attentions of a decoder block."""
+        return self.n_attentions if self.architecture == "terraformer" else 1
+
+    @property
     def has_decoder(self) -> bool:
         return self.architecture != "encoder"
 
@@ -142,7 +167,7 @@ class ModelConfig:
     def has_modules(self) -> bool:
         """Whether some attention of the model is made of modules."""
         kinds = [self.attention]
-        if self.is_encoder_decoder:
+        if self.has_source:
             kinds.append(self.attention_of_encoder)
         return any(kind != "dense" for kind in kinds) or (self.is_encoder_decoder and self.cross_attention == "sparse")
 
@@ -294,6 +319,12 @@ def _feedforward(config: ModelConfig) -> Part:
     return Part(f * per_unit + d, active * per_unit + d, active * 4 * d)
 
 
+def _recurrence(config: ModelConfig) -> Part:
+    """The recurrent branch of a feedforward with its layer norm."""
+    d, u = config.d_model, config.sru_units
+    return (_dense(d, u) + _dense(u, 3 * u) * config.sru_layers + _dense(u, d) + _norm(config)) * (u > 0)
+
+
 def _unembedding(config: ModelConfig) -> Part:
     if config.loss_sparsity == 1:
         return _dense(config.d_model, config.vocab_size)
@@ -307,22 +338,24 @@ def _norm(config: ModelConfig) -> Part:
 def model_parts(config: ModelConfig) -> dict[str, Part]:
     """Every part of the model by name; encoder parts are never read by a decoded token."""
     d = config.d_model
-    n, cross = config.n_layers, config.is_encoder_decoder
+    n, attentions, cross = config.n_layers, config.attentions_in_block, config.is_encoder_decoder
     table = d * config.max_len if config.positions == "learned" else 0
     parts = {
         "embedding": Part(config.vocab_size * d, d),
         "positions": Part(table, d),
-        "self_attention": _attention(config, config.attention) * n,
+        "self_attention": _attention(config, config.attention) * (n * attentions),
         "cross_attention": _cross_attention(config) * (n * cross),
         "controller": _controller(config) * n,
         "feedforward": _feedforward(config) * n,
-        "norms": _norm(config) * (n * (2 + cross) + 1),
+        "recurrence": _recurrence(config) * n,
+        "norms": _norm(config) * (n * (attentions + 1 + cross) + 1),
         "unembedding": _unembedding(config),
     }
-    if cross:
+    if config.has_source:
         layer = _attention(config, config.attention_of_encoder) + _controller(config) + _feedforward(config)
-        encoder = (layer + _norm(config) * 2) * config.n_encoder_layers + _norm(config) + Part(table)
-        parts["encoder"] = encoder.without_reading()
+        layer = layer + _recurrence(config) + _norm(config) * 2
+        end = _norm(config) if cross else (_dense(d, d) + _norm(config)) * (not config.reversible_encoder)
+        parts["encoder"] = (layer * config.n_encoder_layers + end + Part(table)).without_reading()
     return parts
 
 
@@ -372,7 +405,7 @@ def decode_cost(
     require_size("context", context)
     require_size("source_length", source_length)
     require(config.has_decoder, "architecture", config.architecture, "one with a decoder")
-    cached = config.n_layers * (context + source_length * config.is_encoder_decoder)
+    cached = config.n_layers * (context + source_length * config.has_source) * config.attentions_in_block
     parts = {
         name: PartCost(part.reads * bytes_per_weight, part.flops)
         for name, part in model_parts(config).items()

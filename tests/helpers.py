@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from sparselib.config import ARCHITECTURES, ATTENTIONS, CROSS_ATTENTIONS, FEEDFORWARDS, POSITIONS, ModelConfig
+from sparselib.config import ATTENTIONS, CROSS_ATTENTIONS, FEEDFORWARDS, POSITIONS, TRANSFORMERS, ModelConfig
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -94,7 +94,7 @@ def configs(draw, **fixed):
     n_heads = draw(st.sampled_from([1, 2, 3, 4]))
     heads_are_modules = draw(st.booleans())
     n_modules = n_heads if heads_are_modules else draw(st.sampled_from([1, 2, 3, 4]))
-    architecture = fixed.get("architecture") or draw(st.sampled_from(ARCHITECTURES))
+    architecture = fixed.get("architecture") or draw(st.sampled_from(TRANSFORMERS))
     ff_sparsity, loss_sparsity = draw(st.integers(2, 4)), draw(st.sampled_from([1, 2, 4]))
     encoder = architecture == "encoder_decoder"
     fields = dict(
@@ -121,5 +121,7 @@ def configs(draw, **fixed):
         value_kernel_size=draw(st.sampled_from([None, 1, 3])),
         modules_are_heads=heads_are_modules,
         loss_sparsity=loss_sparsity,
+        sru_units=draw(st.sampled_from([0, 0, 3])),
+        sru_layers=draw(st.integers(1, 2)),
     )
     return ModelConfig(**fields | fixed)

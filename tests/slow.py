@@ -241,6 +241,33 @@ def cross_attention(x, memory, w, n_heads, n_modules, sees):
     return y if sparse else dense(y, under(w, "output"))
 
 
+# --- recurrence -------------------------------------------------------------------------------------------------------
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def sru(x, w):
+    y = np.zeros_like(x)
+    for row, out in zip(x, y, strict=True):
+        c = np.zeros(x.shape[-1])
+        for t, v in enumerate(row):
+            r, f, candidate = np.split(w["gates.weight"] @ v + w["gates.bias"], 3)
+            r, f = sigmoid(r), sigmoid(f)
+            c = f * c + (1 - f) * candidate
+            out[t] = r * c + (1 - r) * v * math.sqrt(3)
+    return y
+
+
+def recurrent_branch(x, w):
+    *cells, last = sorted({int(name.split(".")[1]) for name in w if name.startswith("layers.")})[1:]
+    x = dense(x, under(w, "layers.0"))
+    for i in cells:
+        x = sru(x, under(w, f"layers.{i}"))
+    return dense(x, under(w, f"layers.{last}"))
+
+
 # --- positions, whole model -------------------------------------------------------------------------------------------
 
 
@@ -261,6 +288,14 @@ def any_feedforward(x, w, config):
     return expert_feedforward(x, w, config.ff_sparsity, config.feedforward == "switch")
 
 
+def feed(x, w, config, norm):
+    """The feedforward of x, and beside it the recurrent branch, each with its own norm."""
+    y = any_feedforward(layer_norm(x, under(w, norm)), under(w, "feedforward"), config)
+    if config.sru_units:
+        y = y + recurrent_branch(layer_norm(x, under(w, "recurrence_norm")), under(w, "recurrence"))
+    return y
+
+
 def stack(x, w, config, kind, sees, memory=None, memory_mask=None):
     """Positions, pre-norm blocks, last norm."""
     table = w["positions.table"] if "positions.table" in w else sinusoids(config.max_len, config.d_model)
@@ -273,7 +308,7 @@ def stack(x, w, config, kind, sees, memory=None, memory_mask=None):
         if memory is not None:
             z = layer_norm(x, under(block, "cross_norm"))
             x = x + cross_attention(z, memory, under(block, "cross"), *sizes, sight(False, memory_mask))
-        x = x + any_feedforward(layer_norm(x, under(block, "feedforward_norm")), under(block, "feedforward"), config)
+        x = x + feed(x, block, config, "feedforward_norm")
     return layer_norm(x, under(w, "norm"))
 
 
@@ -288,24 +323,37 @@ def transformer(w, config, tokens, target=None, mask=None, prefix_length=None):
         kind = config.encoder_attention or config.attention
         memory = stack(x, under(w, "encoder"), config, kind, sight(False, mask))
         x = stack(embed[np.asarray(target)], under(w, "stack"), config, config.attention, sight(True), memory, mask)
+    return unembed(x, w, config)
+
+
+def unembed(x, w, config):
     out = under(w, "unembedding")
     return dense(x, out) if config.loss_sparsity == 1 else multiplicative(x, out, config.loss_sparsity)
 
 
-# --- recurrence -------------------------------------------------------------------------------------------------------
+def terraformer(w, config, source, target, two_swaps=True):
+    """Logits (T2, vocab) for lists of token ids, one row without padding."""
+    sizes = (config.n_heads, config.n_modules)
+    table = sinusoids(config.max_len, config.d_model)
+    embed, tables = w["embedding.weight"], [w.get(f"{side}.table", table) for side in ("source_positions", "positions")]
+    e, d = (embed[ids][None] + t[: len(ids)] for ids, t in zip((source, target), tables, strict=True))
+    encoder = ["attention", "feedforward"] * config.n_encoder_layers
+    decoder = (["attention"] * config.n_attentions + ["feedforward"]) * config.n_layers
 
+    def run(name, kinds, attention, sees, x1, x2, swaps):
+        for i, kind in enumerate(kinds):
+            half = under(w, f"{name}.halves.{i}")
+            if kind == "attention":
+                z = self_attention(layer_norm(x2, under(half, "norm")), under(half, kind), attention, *sizes, sees)
+            else:
+                z = feed(x2, half, config, "norm")
+            x1, x2 = (x2, x1 + z) if swaps[kind] else (x1 + z, x2)
+        return x1, x2
 
-def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
-
-
-def sru(x, w):
-    y = np.zeros_like(x)
-    for row, out in zip(x, y, strict=True):
-        c = np.zeros(x.shape[-1])
-        for t, v in enumerate(row):
-            r, f, candidate = np.split(w["gates.weight"] @ v + w["gates.bias"], 3)
-            r, f = sigmoid(r), sigmoid(f)
-            c = f * c + (1 - f) * candidate
-            out[t] = r * c + (1 - r) * v * math.sqrt(3)
-    return y
+    swaps = {"attention": True, "feedforward": two_swaps}
+    x1, x2 = run("encoder", encoder, config.attention_of_encoder, sight(False), e, e, swaps)
+    if not config.reversible_encoder:
+        x1 = x2 = layer_norm(dense((x1 + x2) / 2, under(w, "encoder_output")), under(w, "encoder_norm"))
+    x1, x2 = (np.concatenate([x, d], axis=1) for x in (x1, x2))
+    x1, x2 = run("decoder", decoder, config.attention, sight(True), x1, x2, dict.fromkeys(swaps, True))
+    return unembed(layer_norm((x1 + x2) / 2, under(w, "norm")), w, config)[0, len(source) :]

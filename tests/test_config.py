@@ -237,6 +237,8 @@ def test_each_parts_weights_equal_those_of_the_built_part():
         cross_attention="sparse",
         max_len=9,
         controller_bias=True,
+        sru_units=3,
+        sru_layers=2,
     )
     model, parts = Transformer(config), model_parts(config)
     blocks = model.stack.blocks
@@ -248,7 +250,8 @@ def test_each_parts_weights_equal_those_of_the_built_part():
         "cross_attention": sum(n_weights(b.cross) for b in blocks),
         "controller": controller,
         "feedforward": sum(n_weights(b.feedforward) for b in blocks) - controller,
-        "norms": sum(p.numel() for name, p in model.stack.named_parameters() if "norm" in name),
+        "recurrence": sum(n_weights(b.recurrence) + n_weights(b.recurrence_norm) for b in blocks),
+        "norms": sum(p.numel() for n, p in model.stack.named_parameters() if "norm" in n and "recurrence" not in n),
         "unembedding": n_weights(model.unembedding),
         "encoder": n_weights(model.encoder),
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..checks import require, require_choice, require_size
-from ..config import ModelConfig
+from ..config import TRANSFORMERS, ModelConfig
 from ..layers.positions import sinusoids
 from .kernels import fill
 from .layout import TAPS, TRANSPOSED, Layout, Matrix
@@ -143,7 +143,9 @@ def _fill(w: np.ndarray, chunk: tuple[int, int, np.float32], seed: int) -> int:
 
 def _empty(config: ModelConfig, dtype: str, encoder: bool) -> Packed:
     require_choice("dtype", dtype, tuple(DTYPES))
-    require(config.has_decoder, "architecture", config.architecture, "one with a decoder")
+    known = config.has_decoder and config.architecture in TRANSFORMERS
+    require(known, "architecture", config.architecture, "a Transformer with a decoder")
+    require(config.sru_units == 0, "sru_units", config.sru_units, "0 in the engine")
     layout = Layout(config, dtype, encoder)
     bytes = layout.w_size * DTYPES[dtype].itemsize + 4 * layout.p_size
     require_memory(bytes, f"packing {layout.w_size / 1e9:.2f} billion weights as {dtype}")

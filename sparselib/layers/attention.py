@@ -6,7 +6,7 @@ Letters: H = n_heads, dh = d_model/H, S = n_modules, F = kernel_size, P = positi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..checks import (
     require_size,
 )
 from ..config import ATTENTIONS
-from .base import Advance, Chain, Dense, Layer, prefill_with, step_with
+from .base import Advance, Chain, Dense, Layer, join_states, prefill_with, step_with
 from .module_conv import ModuleConv
 from .multiplicative import MultiplicativeDense
 
@@ -75,11 +75,26 @@ def visible(
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Keys and values so far, (B, H, T, dh) each, and the states of the layers that make q, k, v and the output."""
+    """Keys and values so far, (B, H, T, dh) each, and the states of the layers that make q, k, v and the output.
+
+    ``real`` (B, T) says which of them are there, where sequences of several lengths were joined; None: all.
+    """
 
     keys: Tensor
     values: Tensor
     layers: dict[str, Any]
+    real: Tensor | None = None
+
+    @staticmethod
+    def join(states: Sequence[AttentionState]) -> AttentionState:
+        """One state of single sequences, which need not have the same length."""
+        lengths = [state.keys.shape[2] for state in states]
+        keys, values = (
+            torch.cat([nn.functional.pad(x, (0, 0, 0, max(lengths) - x.shape[2])) for x in parts])
+            for parts in ([state.keys for state in states], [state.values for state in states])
+        )
+        real = torch.arange(max(lengths), device=keys.device) < torch.tensor(lengths, device=keys.device)[:, None]
+        return AttentionState(keys, values, join_states([state.layers for state in states]), real)
 
 
 class SelfAttention(Layer):
@@ -150,9 +165,10 @@ class SelfAttention(Layer):
 
         q, k, v = self._project(x, apply)
         keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-        y = attend(q, keys, values, visible(x.shape[1], state.keys.shape[2], True, None, prefix_length, x.device))
+        real = state.real if state.real is None else nn.functional.pad(state.real, (0, x.shape[1]), value=True)
+        y = attend(q, keys, values, visible(x.shape[1], state.keys.shape[2], True, real, prefix_length, x.device))
         y = y if self.output is None else apply("output", y)
-        return y, AttentionState(keys, values, states)
+        return y, AttentionState(keys, values, states, real)
 
     def _project(self, x: Tensor, apply: Callable[[str, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v in heads; ``apply(name, z)`` runs the layer of that name."""

@@ -5,7 +5,7 @@ Shapes: B batch, L positions of a sequence or chunk, d the width a layer takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -73,6 +73,18 @@ def step_with(layer: Layer, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     """``layer.step`` on a chunk of one position (B, 1, d), so that layers made of layers have one body for both."""
     y, state = layer.step(x[:, 0], state)
     return y[:, None], state
+
+
+def join_states(states: Sequence[Any]) -> Any:
+    """The states of several sequences, each of batch 1, as the state of all of them together."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(states))
+    if isinstance(first, tuple):
+        return tuple(join_states(parts) for parts in zip(*states, strict=True))
+    if isinstance(first, dict):
+        return {name: join_states([state[name] for state in states]) for name in first}
+    return first if first is None else first.join(states)
 
 
 class Chain(Layer):

@@ -1,7 +1,8 @@
 """The dense baseline and the Scaling Transformer: one class, the config says which layers it is made of.
 
 Pre-norm blocks (section 1): x += attention(LN(x)); x += cross(LN(x), memory) in the decoder of an encoder-decoder;
-x += feedforward(LN(x)); a last LN and the unembedding. x starts as embedding + position.
+x += feedforward(LN(x)), with ``sru_units`` + a recurrent branch of x; a last LN and the unembedding. x starts as
+embedding + position.
 Letters: B batch, T length, V = vocab_size.
 """
 
@@ -14,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_mask, check_prefix, check_tokens, require, require_size
-from ..config import ModelConfig
+from ..checks import check_mask, check_prefix, check_tokens, require, require_choice, require_size
+from ..config import TRANSFORMERS, ModelConfig
 from ..layers import (
     BlockFeedForward,
     CrossAttention,
@@ -23,6 +24,7 @@ from ..layers import (
     DenseUnembedding,
     FeedForward,
     LearnedPositions,
+    RecurrentBranch,
     SelfAttention,
     SinusoidalPositions,
     SparseAttention,
@@ -33,7 +35,7 @@ from ..layers import (
 )
 from ..layers.base import Advance, prefill_with, step_with
 
-_POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
+POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
 
 
 def make_attention(config: ModelConfig, kind: str, causal: bool) -> SelfAttention:
@@ -70,6 +72,12 @@ def make_feedforward(config: ModelConfig) -> FeedForward:
     return SparseFeedForward(d_model, d_ff, n, config.d_lowrank, **controller, **gumbel)  # type: ignore[arg-type]
 
 
+def make_unembedding(config: ModelConfig) -> DenseUnembedding | SparseUnembedding:
+    if config.loss_sparsity == 1:
+        return DenseUnembedding(config.d_model, config.vocab_size)
+    return SparseUnembedding(config.d_model, config.vocab_size, config.loss_sparsity)
+
+
 def layer_norm(config: ModelConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.d_model, eps=1e-6)
 
@@ -81,6 +89,7 @@ class BlockState:
     attention: Any
     cross: Any
     feedforward: Any
+    recurrence: Any
 
 
 class Block(nn.Module):
@@ -93,6 +102,10 @@ class Block(nn.Module):
             self.cross_norm, self.cross = layer_norm(config), make_cross_attention(config)
         self.has_cross = cross
         self.feedforward_norm, self.feedforward = layer_norm(config), make_feedforward(config)
+        self.recurrent = config.sru_units > 0
+        if self.recurrent:
+            self.recurrence_norm = layer_norm(config)
+            self.recurrence = RecurrentBranch(config.d_model, config.sru_units, config.sru_layers)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -106,11 +119,13 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x), mask, prefix_length))
         if self.has_cross:
             x = x + self.dropout(self.cross(self.cross_norm(x), memory, memory_mask))
-        return x + self.dropout(self.feedforward(self.feedforward_norm(x)))
+        y = self.feedforward(self.feedforward_norm(x))
+        return x + self.dropout(y + self.recurrence(self.recurrence_norm(x)) if self.recurrent else y)
 
     def init_state(self, batch: int, memory: Tensor | None, memory_mask: Tensor | None) -> BlockState:
         cross = None if memory is None else self.cross.init_state_from(memory, memory_mask)
-        return BlockState(self.attention.init_state(batch), cross, self.feedforward.init_state(batch))
+        recurrence = self.recurrence.init_state(batch) if self.recurrent else None
+        return BlockState(self.attention.init_state(batch), cross, self.feedforward.init_state(batch), recurrence)
 
     def advance(
         self, x: Tensor, state: BlockState, how: Advance, prefix_length: Tensor | None = None
@@ -121,12 +136,15 @@ class Block(nn.Module):
             y, attention = how(self.attention, z, state.attention)
         else:
             y, attention = self.attention.prefill(z, state.attention, prefix_length)
-        x, cross = x + y, None
+        x, cross, recurrence = x + y, None, None
         if self.has_cross:
             y, cross = how(self.cross, self.cross_norm(x), state.cross)
             x = x + y
         y, feedforward = how(self.feedforward, self.feedforward_norm(x), state.feedforward)
-        return x + y, BlockState(attention, cross, feedforward)
+        if self.recurrent:
+            z, recurrence = how(self.recurrence, self.recurrence_norm(x), state.recurrence)
+            y = y + z
+        return x + y, BlockState(attention, cross, feedforward, recurrence)
 
 
 class Stack(nn.Module):
@@ -134,7 +152,7 @@ class Stack(nn.Module):
 
     def __init__(self, config: ModelConfig, n_layers: int, kind: str, causal: bool, cross: bool):
         super().__init__()
-        self.positions = _POSITIONS[config.positions](config.max_len, config.d_model)
+        self.positions = POSITIONS[config.positions](config.max_len, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, kind, causal, cross) for _ in range(n_layers))
         self.norm = layer_norm(config)
@@ -164,6 +182,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        require_choice("architecture", config.architecture, TRANSFORMERS)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.is_encoder_decoder:
@@ -171,11 +190,7 @@ class Transformer(nn.Module):
                 config, config.n_encoder_layers, config.attention_of_encoder, causal=False, cross=False
             )
         self.stack = Stack(config, config.n_layers, config.attention, config.has_decoder, config.is_encoder_decoder)
-        self.unembedding = (
-            DenseUnembedding(config.d_model, config.vocab_size)
-            if config.loss_sparsity == 1
-            else SparseUnembedding(config.d_model, config.vocab_size, config.loss_sparsity)
-        )
+        self.unembedding = make_unembedding(config)
 
     def forward(
         self,

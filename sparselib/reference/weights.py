@@ -9,7 +9,18 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ..layers import Chain, Dense, FeedForward, ModuleConv, MultiplicativeDense, SelfAttention, SparseFeedForward
+from ..layers import (
+    SRU,
+    Chain,
+    Dense,
+    FeedForward,
+    ModuleConv,
+    MultiplicativeDense,
+    RecurrentBranch,
+    SelfAttention,
+    SparseFeedForward,
+)
+from ..models.terraformer import AttentionHalf, FeedForwardHalf, Terraformer
 from ..models.transformer import Block, Transformer
 from .golden import GoldenFile
 
@@ -52,6 +63,11 @@ class Weights:
         if parameter.grad is None:
             raise ValueError(f"{key}: our layer has no gradient for it")
         return view(parameter.grad)
+
+    @property
+    def names(self) -> list[str]:
+        """The weights that were put, by their names in the file."""
+        return list(self._placed)
 
     def finish(self) -> None:
         """All parameters of the module must have been set."""
@@ -111,6 +127,16 @@ class Weights:
         for name, projection in parts.items():
             self.layer(f"{prefix}{name}.", projection)
 
+    def recurrence(self, prefix: str, norm: nn.LayerNorm, branch: RecurrentBranch) -> None:
+        """A recurrent branch and its norm."""
+        down, *cells, up = branch.layers
+        self.norm(prefix + "ln.", norm)
+        self.layer(prefix + "down.", down)
+        for i, cell in enumerate(cells):
+            assert isinstance(cell, SRU)
+            self.layer(f"{prefix}cell{i}.", cell.gates)
+        self.layer(prefix + "up.", up)
+
     def model(self, model: Transformer) -> None:
         self.put("w.embed", model.embedding.weight)
         self.put("w.pos", model.stack.positions.table)
@@ -120,5 +146,38 @@ class Weights:
             self.attention(f"w.block{i}.attn.", block.attention)
             self.norm(f"w.block{i}.ffn.ln.", block.feedforward_norm)
             self.feedforward(f"w.block{i}.ffn.ff.", block.feedforward)
+            if block.recurrent:
+                self.recurrence(f"w.block{i}.ffn.sru.", block.recurrence_norm, block.recurrence)
         self.norm("w.final_ln.", model.stack.norm)
+        self.layer("w.logits.", model.unembedding)
+
+    # --- Terraformer --------------------------------------------------------------------------------------------------
+
+    def half(self, prefix: str, half: nn.Module) -> None:
+        """A half of a reversible block, with its norm."""
+        assert isinstance(half, AttentionHalf | FeedForwardHalf)
+        self.norm(prefix + "ln.", half.norm)
+        if isinstance(half, AttentionHalf):
+            self.attention(prefix, half.attention)
+            return
+        self.feedforward(prefix + "ff.", half.feedforward)
+        if half.recurrent:
+            self.recurrence(prefix + "sru.", half.recurrence_norm, half.recurrence)
+
+    def terraformer(self, model: Terraformer) -> None:
+        config = model.config
+        self.put("w.embed", model.embedding.weight)
+        self.put("w.pos_enc", model.source_positions.table)
+        self.put("w.pos_dec", model.positions.table)
+        encoder, decoder = iter(model.encoder.halves), iter(model.decoder.halves)
+        for i in range(config.n_encoder_layers):
+            for name in ("attn", "ffn"):
+                self.half(f"w.enc{i}.{name}.", next(encoder))
+        if not config.reversible_encoder:
+            self.layer("w.enc_out.", model.encoder_output)
+            self.norm("w.enc_ln.", model.encoder_norm)
+        for i in range(config.n_layers):
+            for name in (*(f"attn{j}" for j in range(config.n_attentions)), "ffn"):
+                self.half(f"w.dec{i}.{name}.", next(decoder))
+        self.norm("w.final_ln.", model.norm)
         self.layer("w.logits.", model.unembedding)

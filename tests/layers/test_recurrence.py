@@ -18,6 +18,12 @@ def test_sru_is_its_equations(batch, length, units, seed):
     close(layer(x), torch.from_numpy(slow.sru(x.numpy(), slow.weights_of(layer))))
 
 
+@given(n_layers=st.integers(1, 3), seed=seeds)
+def test_branch_is_its_layers(n_layers, seed):
+    layer, x = randomized(RecurrentBranch(4, 3, n_layers), seed), vectors(2, 5, 4, seed=seed)
+    close(layer(x), torch.from_numpy(slow.recurrent_branch(x.numpy(), slow.weights_of(layer))))
+
+
 @given(length=st.integers(1, 70), seed=seeds)
 def test_scan_is_the_recurrence(length, seed):
     f, u = vectors(2, length, 3, seed=seed).sigmoid(), vectors(2, length, 3, seed=seed + 1)

@@ -2,13 +2,13 @@
 
 import torch
 
-from sparselib.config import ARCHITECTURES, ModelConfig, preset
+from sparselib.config import TRANSFORMERS, ModelConfig, preset
 from sparselib.models import Transformer
 
 from ..helpers import ids, randomized
 
 VOCAB, SOURCE, KERNEL = 12, 4, 3
-DECODING = tuple(a for a in ARCHITECTURES if a != "encoder")
+DECODING = tuple(a for a in TRANSFORMERS if a != "encoder")
 
 
 def make(architecture="decoder", attention="dense", feedforward="dense", seed=0, **fields):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparselib.config import ARCHITECTURES, ATTENTIONS, FEEDFORWARDS, VARIANTS, preset
+from sparselib.config import ATTENTIONS, FEEDFORWARDS, TRANSFORMERS, VARIANTS, preset
 from sparselib.models import Transformer
 
 from .. import slow
@@ -25,7 +25,7 @@ from ..helpers import (
 )
 from .build import DECODING, KERNEL, VOCAB, Inputs, make, make_preset
 
-COMBINATIONS = list(itertools.product(ARCHITECTURES, ATTENTIONS, FEEDFORWARDS))
+COMBINATIONS = list(itertools.product(TRANSFORMERS, ATTENTIONS, FEEDFORWARDS))
 DECODING_COMBINATIONS = [c for c in COMBINATIONS if c[0] != "encoder"]
 combinations = pytest.mark.parametrize(("architecture", "attention", "feedforward"), COMBINATIONS)
 decoding_combinations = pytest.mark.parametrize(("architecture", "attention", "feedforward"), DECODING_COMBINATIONS)
@@ -61,7 +61,7 @@ def test_logits_equal_the_slow_reference(config, seed, data):
     close(model(tokens, target, **options), expected, atol=1e-9 if config.positions == "learned" else 1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TRANSFORMERS)
 def test_gradcheck_with_respect_to_every_weight(architecture):
     model = make(
         architecture, "mult_conv", "sparse", n_layers=1, vocab_size=4, d_model=4, d_ff=3, max_len=3, d_lowrank=1
@@ -255,7 +255,7 @@ def test_padding_at_the_end_does_not_reach_the_logits(architecture, attention, f
 
 
 @variants
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TRANSFORMERS)
 def test_training_reaches_every_weight(variant, architecture):
     torch.manual_seed(0)
     layers = dict(n_encoder_layers=1) if architecture == "encoder_decoder" else {}

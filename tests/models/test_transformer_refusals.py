@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparselib.config import ARCHITECTURES
+from sparselib.config import TRANSFORMERS
 
 from ..helpers import close, ids, snapshot, unchanged
 from .build import DECODING, VOCAB, Inputs, make
@@ -65,7 +65,7 @@ def test_decoding_beyond_max_len_is_refused():
     assert unchanged(state, before)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TRANSFORMERS)
 def test_bad_masks_are_refused(architecture):
     model, tokens = make(architecture), ids(2, 3, high=VOCAB)
     bad = [
