@@ -30,7 +30,7 @@ class DataConfig(_Config):
     ``tokenizer``: "bpe" of ``vocab_size`` tokens, learned from the train split, or "t5", 32,000 pieces and 100
     sentinels.
     ``objective``: "causal" predicts the next of ``length`` tokens; "span" predicts up to ``target_length`` tokens that
-    were taken out of ``length`` (span corruption, for an encoder-decoder).
+    were taken out of ``length`` (span corruption, for an encoder-decoder or a Terraformer).
     """
 
     corpus: Annotated[str, Field(min_length=1)] = "lm_laptop"
@@ -99,10 +99,9 @@ class TrainConfig(_Config):
                 self.optimizer.warmup <= self.steps, "warmup", self.optimizer.warmup, f"at most steps = {self.steps}"
             )
         model = self.model_config_()
-        wanted = "encoder_decoder" if self.data.objective == "span" else "decoder"
-        require(
-            model.architecture == wanted, "model.architecture", model.architecture, f"{wanted!r} for this objective"
-        )
+        fitting = ("encoder_decoder", "terraformer") if self.data.objective == "span" else ("decoder",)
+        allowed = f"{' or '.join(map(repr, fitting))} for this objective"
+        require(model.architecture in fitting, "model.architecture", model.architecture, allowed)
         longest = max(self.data.length, self.data.target_length or 0)
         require(
             model.max_len >= longest, "model.max_len", model.max_len, f"at least the {longest} tokens of a sequence"

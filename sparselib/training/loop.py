@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..checks import require, require_size
-from ..models import Transformer
+from ..models import Terraformer, Transformer, make_model
 from ..tasks.objectives import Batch, Causal
 from ..tasks.sources import Splits, WindowSource, load_splits
 from . import checkpoints
@@ -55,7 +55,7 @@ class TrainingResult:
     seconds: float
     peak_memory_bytes: int
     parameters: int
-    model: Transformer
+    model: Transformer | Terraformer
     checkpoint: Path | None
 
 
@@ -81,7 +81,7 @@ def train_run(
     splits = load_splits(config.data)
     steps = _steps(config, splits)
     with _own_randomness(config.seed):
-        model = Transformer(config.model_config_())
+        model = make_model(config.model_config_())
     trainer = Trainer(model, config.optimizer, steps, accumulate=config.accumulate, precision=config.precision)
     keeper = _Keeper(folder, config, splits.checksum, trainer)
     with _own_randomness(config.seed + trainer.accelerator.process_index), _interrupt_noted() as interrupted:

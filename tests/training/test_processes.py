@@ -22,11 +22,20 @@ FIELDS = {
     "accumulate": 2,
 }
 
+REVERSIBLE = FIELDS | {
+    "model": {"preset": "smoke", "architecture": "terraformer", "n_encoder_layers": 1, "sru_units": 4},
+    "data": {"corpus": "lm_ci", "vocab_size": 400, "length": 64, "objective": "span", "target_length": 32},
+}
+
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(FIELDS))
+    return write(tmp_path, FIELDS)
+
+
+def write(folder, fields):
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(fields))
     return path
 
 
@@ -45,7 +54,9 @@ app(["train", file, "--out", out, "--resume"])
 """
 
 
-def test_two_processes_are_one_also_when_they_go_on(file, tmp_path):
+@pytest.mark.parametrize("fields", [FIELDS, REVERSIBLE], ids=["decoder", "reversible"])
+def test_two_processes_are_one_also_when_they_go_on(fields, tmp_path):
+    file = write(tmp_path, fields)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"

@@ -112,8 +112,9 @@ def test_accumulation_is_a_larger_batch(model):
     assert parts.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
-def test_an_encoder_decoder_learns_spans_part_by_part():
-    model = SIZES | dict(architecture="encoder_decoder", n_encoder_layers=1, dropout=0.0)
+@pytest.mark.parametrize("architecture", ["encoder_decoder", "terraformer"])
+def test_a_model_with_a_source_learns_spans_part_by_part(architecture):
+    model = SIZES | dict(architecture=architecture, n_encoder_layers=1, dropout=0.0)
     span = dict(corpus="lm_ci", vocab_size=VOCAB, length=LENGTH, objective="span", target_length=6)
     run = TrainConfig.model_validate(config(steps=40).model_dump() | {"model": model, "data": span})
     result = train_run(run, **QUIET)
