@@ -25,15 +25,14 @@ from ..layers import (
     SwitchFeedForward,
 )
 from ..models.transformer import Transformer, layer_norm, make_feedforward
+from .cases_lsh import lsh_attention, lsh_block
 from .golden import Comparison, GoldenFile
 from .weights import Weights
 
-_RECURRENT, _LSH, _REVERSIBLE = "the recurrent layer", "LSH attention", "the reversible stack"
+_RECURRENT, _REVERSIBLE = "the recurrent layer", "the reversible stack"
 _NEEDS = {
     "sru": _RECURRENT,
     "ff_sru_block": _RECURRENT,
-    "lsh_attention": _LSH,
-    "lsh_block": _LSH,
     "concat_strip": _REVERSIBLE,
     "rev_decoder_block": _REVERSIBLE,
     "terraformer": _REVERSIBLE,
@@ -322,4 +321,6 @@ CASES: dict[str, Callable[[GoldenFile, Comparison], None]] = {
     "feed_forward": _feed_forward,
     "layer_norm": _layer_norm,
     "lm": _lm,
+    "lsh_attention": lsh_attention,
+    "lsh_block": lsh_block,
 }
