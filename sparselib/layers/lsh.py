@@ -26,6 +26,7 @@ class LSHSizes:
     ``n_hashes`` rounds with ``n_buckets`` each: an even int, or a tuple of such whose product counts, each hashed on
     its own (so many buckets cost few rotations). Chunks of ``chunk_len`` positions also see ``n_chunks_before`` and
     ``n_chunks_after`` neighbours. The layers use full attention for lengths up to ``full_below`` (0: never).
+    Errors: ValueError naming the field, its value, what is allowed.
     """
 
     n_hashes: int
@@ -92,7 +93,7 @@ def lsh_attend(
     results are combined by their sums of exp(z), z = qk_t . k_s / sqrt(dh). ``mask`` (B, L): 1 = real.
     ``buckets`` (B, H, R, L) are constants for the gradient. Memory: R L K C scores, R L K dh numbers of keys.
     Causal means that no position sees a later one; which of the earlier ones it finds does depend on where later ones
-    fall in the list.
+    fall in the list. Errors: ValueError for shapes that do not fit.
     """
     require(qk.ndim == 4 and v.shape[:3] == qk.shape[:3], "v.shape", tuple(v.shape), f"{tuple(qk.shape)}, as qk")
     shape = (*qk.shape[:2], sizes.n_hashes, qk.shape[2])

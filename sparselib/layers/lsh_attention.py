@@ -35,9 +35,11 @@ class LSHAttention(SelfAttention):
     in. That needs the whole sequence, so ``step`` does what those chunks stand for (:func:`bucket_attend`): it sees the
     latest chunk_len (n_chunks_before + 1) earlier positions of its own bucket in each round, and nobody of another.
     ``prefill`` equals the steps, not the forward. All are equal if one bucket holds all and a chunk covers the length.
+    In decoding the first ``full_below`` positions keep full attention, however many follow.
 
     Buckets come from ``rotations`` (H, R, dh, half the sum of the factors of n_buckets), a buffer drawn once; while
-    training, forward draws others at every call, the same for all sequences of the batch.
+    training, forward draws others at every call, the same for all sequences of the batch. Errors: ValueError for a
+    ``prefix_length``, else as in any self-attention.
     """
 
     rotations: Tensor
