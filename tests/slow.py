@@ -268,6 +268,72 @@ def recurrent_branch(x, w):
     return dense(x, under(w, f"layers.{last}"))
 
 
+# --- attention by hashing: one head, qk and v (L, dh) -----------------------------------------------------------------
+
+
+def lsh_buckets(vector, rotations, factors):
+    """Bucket of one vector in every round; rotations (R, dh, half the sum of the factors)."""
+
+    def one(u):
+        bucket = start = 0
+        for i, n in enumerate(factors):
+            part = u[start : start + n // 2]
+            bucket += int(np.argmax([*part, *-part])) * math.prod(factors[:i])
+            start += n // 2
+        return bucket
+
+    return [one(vector @ rotation) for rotation in rotations]
+
+
+def look(qk, v, t, found):
+    """(o, lse) of position t on the positions it found; some may be there twice. None if there are none."""
+    if not found:
+        return None
+    keys = [qk[s] / math.sqrt((qk[s] ** 2).mean() + 1e-6) for s in found]
+    z = np.array([qk[t] @ k / math.sqrt(len(k)) for k in keys])
+    return sum(p * v[s] for p, s in zip(softmax(z), found, strict=True)), math.log(np.exp(z).sum())
+
+
+def combine_rounds(rounds, own):
+    """Rounds by their sums of exp(z); its own value for who found nobody in any of them."""
+    seen = [found for found in rounds if found]
+    if not seen:
+        return own
+    o, lse = zip(*seen, strict=True)
+    return sum(w * y for w, y in zip(softmax(np.array(lse)), o, strict=True))
+
+
+def lsh_attention(qk, v, buckets, sizes, causal, real):
+    """In chunks of the list sorted by bucket, the last of a round as short as it is; ``buckets`` (R, L)."""
+    chunks, length = [], len(qk)
+    for r, own in enumerate(buckets):
+        order = sorted(range(length), key=lambda t, own=own: (own[t], t))
+        chunks += [(r, order[i : i + sizes.chunk_len]) for i in range(0, length, sizes.chunk_len)]
+    seen = {}
+    for c, (r, items) in enumerate(chunks):
+        beside = range(c - sizes.n_chunks_before, c + sizes.n_chunks_after + 1)
+        near = [s for i in beside for s in chunks[i % len(chunks)][1] if real[s]]
+        for t in items:
+            seen[t, r] = look(qk, v, t, [s for s in near if (s < t if causal else s != t)])
+    return np.array([combine_rounds([seen[t, r] for r in range(len(buckets))], v[t]) for t in range(length)])
+
+
+def lsh_full(qk, v, causal, real):
+    def found(t):
+        return [s for s in range(len(qk)) if real[s] and (s < t if causal else s != t)]
+
+    return np.array([combine_rounds([look(qk, v, t, found(t))], v[t]) for t in range(len(qk))])
+
+
+def lsh_decoding(qk, v, buckets, window):
+    """Every position on the latest ``window`` earlier ones of its bucket."""
+
+    def round_of(t, own):
+        return look(qk, v, t, [s for s in range(t) if own[s] == own[t]][-window:])
+
+    return np.array([combine_rounds([round_of(t, own) for own in buckets], v[t]) for t in range(len(qk))])
+
+
 # --- positions, whole model -------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from .base import Chain, Dense, Layer, Stateless
 from .cross_attention import CrossAttention, CrossAttentionState, SparseCrossAttention
 from .experts import BlockFeedForward, SwitchFeedForward
 from .feedforward import FeedForward, SparseFeedForward
+from .lsh import LSHSizes, lsh_attend
+from .lsh_attention import DenseLSHAttention, LSHAttention, LSHState, SparseLSHAttention
 from .module_conv import ModuleConv
 from .multiplicative import MultiplicativeDense
 from .positions import LearnedPositions, SinusoidalPositions
@@ -22,8 +24,12 @@ __all__ = [
     "CrossAttentionState",
     "Dense",
     "DenseAttention",
+    "DenseLSHAttention",
     "DenseUnembedding",
     "FeedForward",
+    "LSHAttention",
+    "LSHSizes",
+    "LSHState",
     "Layer",
     "LearnedPositions",
     "ModuleConv",
@@ -36,8 +42,10 @@ __all__ = [
     "SparseAttention",
     "SparseCrossAttention",
     "SparseFeedForward",
+    "SparseLSHAttention",
     "SparseUnembedding",
     "Stateless",
     "SwitchFeedForward",
     "in_chunks",
+    "lsh_attend",
 ]

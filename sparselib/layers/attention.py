@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,10 +34,14 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
     return x.unflatten(2, (n_heads, -1)).transpose(1, 2)
 
 
+def merge_heads(y: Tensor) -> Tensor:
+    """(B, H, L, dh) -> (B, L, d_model)."""
+    return y.transpose(1, 2).flatten(2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(dh)) v over the allowed keys (to (B, H, L, T), None: all), heads merged: (B, L, d_model)."""
-    y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
-    return y.transpose(1, 2).flatten(2)
+    return merge_heads(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed))
 
 
 def attend_slowly(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
@@ -45,7 +49,7 @@ def attend_slowly(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None
     z = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])  # (B, H, L, T)
     if allowed is not None:
         z = z.masked_fill(~allowed, -math.inf)
-    return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return merge_heads(z.softmax(-1) @ v)
 
 
 def visible(
@@ -130,8 +134,7 @@ class SelfAttention(Layer):
         if prefix_length is not None:
             check_prefix(prefix_length, len(x))
         q, k, v = self._project(x, lambda name, z: getattr(self, name)(z))
-        allowed = visible(x.shape[1], 0, self.causal, mask, prefix_length, x.device)
-        y = attend(q, k, v, allowed)
+        y = self._attend(q, k, v, mask, prefix_length)
         return y if self.output is None else self.output(y)
 
     def init_state(self, batch: int) -> AttentionState:
@@ -164,11 +167,23 @@ class SelfAttention(Layer):
             return y
 
         q, k, v = self._project(x, apply)
-        keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-        real = state.real if state.real is None else nn.functional.pad(state.real, (0, x.shape[1]), value=True)
-        y = attend(q, keys, values, visible(x.shape[1], state.keys.shape[2], True, real, prefix_length, x.device))
+        y, state = self._attend_on(q, k, v, state, prefix_length)
         y = y if self.output is None else apply("output", y)
-        return y, AttentionState(keys, values, states, real)
+        return y, replace(state, layers=states)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix_length: Tensor | None) -> Tensor:
+        """Attention of a whole sequence: (B, H, L, dh) three times -> (B, L, d_model)."""
+        return attend(q, k, v, visible(q.shape[2], 0, self.causal, mask, prefix_length, q.device))
+
+    def _attend_on(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, prefix_length: Tensor | None
+    ) -> tuple[Tensor, AttentionState]:
+        """Attention of the positions that follow ``state``, and the state with them, still with its old ``layers``."""
+        past = state.keys.shape[2]
+        keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
+        real = state.real if state.real is None else nn.functional.pad(state.real, (0, q.shape[2]), value=True)
+        y = attend(q, keys, values, visible(q.shape[2], past, True, real, prefix_length, q.device))
+        return y, replace(state, keys=keys, values=values, real=real)
 
     def _project(self, x: Tensor, apply: Callable[[str, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v in heads; ``apply(name, z)`` runs the layer of that name."""

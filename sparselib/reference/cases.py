@@ -5,8 +5,7 @@ Sections are those of tests/golden/README.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,44 +13,22 @@ from torch import Tensor, nn
 from ..checks import require, require_choice
 from ..config import ModelConfig
 from ..layers import (
-    SRU,
     BlockFeedForward,
     DenseAttention,
     ModuleConv,
     MultiplicativeDense,
-    ReversibleStack,
     Selector,
     SparseAttention,
     SparseFeedForward,
     SparseUnembedding,
     SwitchFeedForward,
 )
-from ..models.terraformer import AttentionHalf, FeedForwardHalf, Terraformer, concatenate, strip
-from ..models.transformer import Transformer, layer_norm, make_feedforward
+from ..models.transformer import layer_norm, make_feedforward
 from .golden import Comparison, GoldenFile
 from .weights import Weights
 
-_LSH = "LSH attention"
-_NEEDS = {"lsh_attention": _LSH, "lsh_block": _LSH}
 
-
-def missing_part(file: GoldenFile) -> str | None:
-    """What the package has not got yet and the file's case needs."""
-    return _NEEDS.get(file.case)
-
-
-def compare_file(file: GoldenFile) -> Comparison:
-    """Compare all of ``file``. Errors: ValueError if its case is unknown or its keys or shapes are not the case's."""
-    require_choice("case", file.case, tuple(CASES))
-    comparison = Comparison(file)
-    CASES[file.case](file, comparison)
-    file.require_all_used()
-    if not comparison.count:
-        raise ValueError("no value to compare")
-    return comparison
-
-
-def _faces(compare: Comparison, layer: Any, x: Tensor, name: str = "y", stepped: str = "predict") -> tuple[Any, Any]:
+def faces(compare: Comparison, layer: Any, x: Tensor, name: str = "y", stepped: str = "predict") -> tuple[Any, Any]:
     """Compare the whole sequence at once, two chunks, and one position per call with the state carried over.
 
     ``layer`` may also be a model and ``x`` its tokens. Returns the states after the chunks and after the steps.
@@ -74,12 +51,12 @@ def _faces(compare: Comparison, layer: Any, x: Tensor, name: str = "y", stepped:
 # --- sections 1, 2, 7 -------------------------------------------------------------------------------------------------
 
 
-def _factored_dense(file: GoldenFile, compare: Comparison) -> None:
+def factored_dense(file: GoldenFile, compare: Comparison) -> None:
     layer = MultiplicativeDense(file.arg("d_in"), file.arg("d_out"), file.arg("n_modules"))
     _compare_mult(file, compare, layer)
 
 
-def _sparse_loss(file: GoldenFile, compare: Comparison) -> None:
+def sparse_loss(file: GoldenFile, compare: Comparison) -> None:
     layer = SparseUnembedding(file.arg("d_in"), file.arg("d_out"), file.arg("n_modules"))
     _compare_mult(file, compare, layer)
 
@@ -88,17 +65,17 @@ def _compare_mult(file: GoldenFile, compare: Comparison, layer: MultiplicativeDe
     weights = Weights(file, layer)
     weights.layer("w.", layer)
     weights.finish()
-    _faces(compare, layer, file["in.x"], stepped="out")
+    faces(compare, layer, file["in.x"], stepped="out")
 
 
-def _local_conv(file: GoldenFile, compare: Comparison) -> None:
+def local_conv(file: GoldenFile, compare: Comparison) -> None:
     x, n_modules, width = file["in.x"], file.arg("n_modules"), file.arg("kernel_size")
     d_out = n_modules * file.arg("n_units")
     layer = ModuleConv(x.shape[-1], n_modules, file.arg("length_kernel_size"), width, d_out)
     weights = Weights(file, layer)
     weights.layer("w.", layer)
     weights.finish()
-    states = _faces(compare, layer, x)
+    states = faces(compare, layer, x)
     for state, face in zip(states, ("prefill", "step"), strict=True):
         padded = nn.functional.pad(state, (0, 0, width // 2, width // 2))  # zero modules on both sides
         compare.value("predict.final_state", padded, face)
@@ -107,7 +84,7 @@ def _local_conv(file: GoldenFile, compare: Comparison) -> None:
 # --- sections 3, 9: attention -----------------------------------------------------------------------------------------
 
 
-def _with_length_kernel(module: nn.Module, kernel_size: int) -> None:
+def with_length_kernel(module: nn.Module, kernel_size: int) -> None:
     """Give all convolutions ``kernel_size`` taps along length: the reference's 3 over modules do not change with it."""
     for parent in list(module.modules()):
         for name, conv in parent.named_children():
@@ -135,18 +112,18 @@ def _sparse_attention(args: dict[str, Any]) -> SparseAttention:
     if output in ("mult", "conv"):
         mult = output == "mult"
         layer.output = MultiplicativeDense(d_model, d_model, n_modules) if mult else ModuleConv(d_model, n_modules)
-    _with_length_kernel(layer, args["length_kernel_size"])
+    with_length_kernel(layer, args["length_kernel_size"])
     return layer
 
 
-def _mult_conv_attention(file: GoldenFile, compare: Comparison) -> None:
+def mult_conv_attention(file: GoldenFile, compare: Comparison) -> None:
     for name in ("d_feature", "n_heads", "sparsity", "length_kernel_size"):
         file.arg(name)
     layer, x = _sparse_attention(file.args), file["in.x"]
     weights = Weights(file, layer)
     weights.attention("w.", layer)
     weights.finish()
-    _faces(compare, layer, x)
+    faces(compare, layer, x)
     middle: dict[str, Tensor] = {}  # what the layers inside give while the whole runs
     for name, part in layer.named_children():
         part.register_forward_hook(lambda _, inputs, y, name=name: middle.update({name: y}))
@@ -157,15 +134,15 @@ def _mult_conv_attention(file: GoldenFile, compare: Comparison) -> None:
             compare.value(f"mid.{name}", middle[name])
 
 
-def _causal_attention(file: GoldenFile, compare: Comparison) -> None:
+def causal_attention(file: GoldenFile, compare: Comparison) -> None:
     layer = DenseAttention(file.arg("d_feature"), file.arg("n_heads"))
     weights = Weights(file, layer)
     weights.attention("w.", layer)
     weights.finish()
-    _faces(compare, layer, file["in.x"])
+    faces(compare, layer, file["in.x"])
 
 
-def _attention(file: GoldenFile, compare: Comparison) -> None:
+def attention(file: GoldenFile, compare: Comparison) -> None:
     layer = DenseAttention(file.arg("d_feature"), file.arg("n_heads"), causal=False)
     weights = Weights(file, layer)
     weights.attention("w.", layer)
@@ -176,14 +153,14 @@ def _attention(file: GoldenFile, compare: Comparison) -> None:
 # --- sections 4, 5, 9: feedforward, layer norm ------------------------------------------------------------------------
 
 
-def _sparse_ff(file: GoldenFile, compare: Comparison) -> None:
+def sparse_ff(file: GoldenFile, compare: Comparison) -> None:
     x, block = file["in.x"], file.arg("n_elements_in_block")
     sizes = (x.shape[-1], file.arg("d_ff"), block, file.arg("d_lowrank"))
     layer = SparseFeedForward(*sizes, controller="reference", hidden_bias=False, controller_bias=True).eval()
     weights = Weights(file, layer)
     weights.sparse_feedforward("w.", layer)
     weights.finish()
-    _faces(compare, layer, x)
+    faces(compare, layer, x)
     logits = layer.logits(x).flatten(0, 1)  # (B L, X, N)
     compare.value("mid.logits", logits)
     compare.value("mid.probs", logits.softmax(-1))
@@ -222,7 +199,7 @@ def _compare_gradients(
         compare.gradient(f"{mode}.grad.{name}", weights.gradient(f"w.{name}"))
 
 
-def _experts(file: GoldenFile, compare: Comparison) -> None:
+def experts(file: GoldenFile, compare: Comparison) -> None:
     x, kinds = file["in.x"], {"block_sparse_ff": BlockFeedForward, "switch_sparse_ff": SwitchFeedForward}
     layer = kinds[file.case](x.shape[-1], file.arg("d_ff"), file.arg("n_experts"), hidden_bias=False).eval()
     weights = Weights(file, layer)
@@ -231,11 +208,11 @@ def _experts(file: GoldenFile, compare: Comparison) -> None:
     weights.put("w.w2", layer.w2)
     weights.put("w.b2", layer.b2)
     weights.finish()
-    _faces(compare, layer, x)
+    faces(compare, layer, x)
     compare.value("mid.expert", (x @ layer.c).argmax(-1))
 
 
-def _feedforward_fields(args: dict[str, Any]) -> dict[str, Any]:
+def feedforward_fields(args: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config for `ff_sparsity` null or [N, r]."""
     if args.get("ff_sparsity") is None:
         return dict(feedforward="dense", hidden_bias=True)
@@ -246,169 +223,27 @@ def _feedforward_fields(args: dict[str, Any]) -> dict[str, Any]:
     return dict(feedforward="sparse", ff_sparsity=block, d_lowrank=rank, **reading)
 
 
-def _small_config(d_model: int, **fields: Any) -> ModelConfig:
+def small_config(d_model: int, **fields: Any) -> ModelConfig:
     """For a part of a model: what the part does not need is 1."""
     return ModelConfig(**{**dict(vocab_size=1, d_model=d_model, d_ff=1, n_heads=1, n_layers=1), **fields})
 
 
-def _feed_forward(file: GoldenFile, compare: Comparison) -> None:
-    config = _small_config(file.arg("d_model"), d_ff=file.arg("d_ff"), **_feedforward_fields(file.args))
+def feed_forward(file: GoldenFile, compare: Comparison) -> None:
+    config = small_config(file.arg("d_model"), d_ff=file.arg("d_ff"), **feedforward_fields(file.args))
     norm, layer = layer_norm(config), make_feedforward(config).eval()
     weights = Weights(file, nn.ModuleList([norm, layer]))
     weights.norm("w.ln.", norm)
     weights.feedforward("w.ff.", layer)
     weights.finish()
-    _faces(compare, layer, norm(file["in.x"]), stepped="out")
+    faces(compare, layer, norm(file["in.x"]), stepped="out")
 
 
-def _layer_norm(file: GoldenFile, compare: Comparison) -> None:
+def layer_norm_alone(file: GoldenFile, compare: Comparison) -> None:
     x = file["in.x"]
-    norm = layer_norm(_small_config(x.shape[-1]))
+    norm = layer_norm(small_config(x.shape[-1]))
     require(file.arg("epsilon") == norm.eps, "epsilon", file.arg("epsilon"), f"{norm.eps}")
     weights = Weights(file, norm)
     weights.norm("w.", norm)
     weights.finish()
     compare.value("out.centered", norm(x))
     compare.value("out.rms", nn.functional.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps))
-
-
-# --- section 10 -------------------------------------------------------------------------------------------------------
-
-
-def _model_config(file: GoldenFile, **fields: Any) -> ModelConfig:
-    sizes = {name: file.arg(name) for name in ("vocab_size", "d_model", "d_ff", "n_heads", "max_len")}
-    fields |= _feedforward_fields(file.args) | _recurrent_fields(file.args)
-    require_choice("attention", file.arg("attention"), ("dense", "mult_conv"))
-    if file.args["attention"] == "mult_conv":
-        fields |= dict(attention="mult_conv", n_modules=file.arg("qkv_sparsity"), modules_are_heads=False)
-        fields |= dict(kernel_size=3, value_kernel_size=1)
-    return ModelConfig(**sizes, **fields, loss_sparsity=file.arg("loss_sparsity") or 1)
-
-
-def _recurrent_fields(args: dict[str, Any]) -> dict[str, Any]:
-    return dict(sru_units=args["sru_units"], sru_layers=args["sru_layers"]) if args.get("sru_units") else {}
-
-
-def _adapt(file: GoldenFile, model: Transformer | Terraformer) -> None:
-    """What a file can say and a config cannot."""
-    if file.args["loss_sparsity"] == 1:  # a config's 1 is the dense layer, a file's 1 is one module
-        model.unembedding = SparseUnembedding(model.config.d_model, model.config.vocab_size, 1)
-    if file.args["attention"] == "mult_conv":
-        _with_length_kernel(model, file.arg("length_kernel_size"))
-
-
-def _shifted(tokens: Tensor) -> Tensor:
-    return nn.functional.pad(tokens[:, :-1], (1, 0))  # token 0 in front
-
-
-def _lm(file: GoldenFile, compare: Comparison) -> None:
-    model = Transformer(_model_config(file, n_layers=file.arg("n_layers"))).eval()
-    _adapt(file, model)
-    weights = Weights(file, model)
-    weights.model(model)
-    weights.finish()
-    _faces(compare, model, _shifted(file["in.tokens"]), "logits")
-
-
-# --- section 6: recurrence --------------------------------------------------------------------------------------------
-
-
-def _sru(file: GoldenFile, compare: Comparison) -> None:
-    layer = SRU(file.arg("n_units"))
-    weights = Weights(file, layer)
-    weights.layer("w.", layer.gates)
-    weights.finish()
-    for state, face in zip(_faces(compare, layer, file["in.x"]), ("prefill", "step"), strict=True):
-        compare.value("predict.final_state", state, face)
-
-
-def _ff_sru_block(file: GoldenFile, compare: Comparison) -> None:
-    config = _small_config(file.arg("d_model"), d_ff=file.arg("d_ff"), **_recurrent_fields(file.args))
-    layer, x = FeedForwardHalf(config).eval(), file["in.x"]
-    weights = Weights(file, layer)
-    weights.half("w.", layer)
-    weights.finish()
-    _faces(compare, layer, x)
-    compare.value("out.ff_branch", layer.feedforward(layer.norm(x)))
-    compare.value("out.sru_branch", layer.recurrence(layer.recurrence_norm(x)))
-
-
-# --- section 11: Terraformer ------------------------------------------------------------------------------------------
-
-
-def _concat_strip(file: GoldenFile, compare: Comparison) -> None:
-    real, target = file["in.tok_enc"] != 0, file["in.vec_dec"]
-    lengths, (n_source, n_target) = real.sum(1), (real.shape[1], file["in.tok_dec"].shape[1])
-    for i in (1, 2):
-        joined = concatenate(file[f"in.vec_enc{i}"], target, lengths)
-        compare.value(f"out.concat{i}", joined)
-        compare.value(f"out.reverse_enc{i}", joined[:, :n_source] * real[..., None])
-        compare.value("out.strip1" if i == 1 else "out.reverse_dec", strip(joined, lengths, n_target))
-
-
-def _rev_decoder_block(file: GoldenFile, compare: Comparison) -> None:
-    """Values and gradients, with the inputs rebuilt from the outputs and without."""
-    config = _small_config(
-        file.arg("d_model"), d_ff=file.arg("d_ff"), n_heads=file.arg("n_heads"), **_recurrent_fields(file.args)
-    )
-    attentions = [AttentionHalf(config, "dense", causal=True) for _ in range(file.arg("n_decoder_attention_layers"))]
-    stack = ReversibleStack([*attentions, FeedForwardHalf(config)])
-    weights = Weights(file, stack)
-    names = [*(f"attn{j}" for j in range(len(attentions))), "ffn"]
-    for name, half in zip(names, stack.halves, strict=True):
-        weights.half(f"w.{name}.", half)
-    weights.finish()
-    for stack.reversible in (True, False):
-        x1, x2 = (file[f"in.x{i}"].clone().requires_grad_() for i in (1, 2))
-        stack.zero_grad()
-        outputs = stack(x1, x2)
-        for i, y in enumerate(outputs, start=1):
-            compare.value(f"out.y{i}", y, "rebuilt" if stack.reversible else "kept")
-        torch.autograd.backward(outputs, [file["in.cotangent1"], file["in.cotangent2"]])
-        compare.gradient("grad.in.x1", cast(Tensor, x1.grad))
-        compare.gradient("grad.in.x2", cast(Tensor, x2.grad))
-        for key in weights.names:
-            compare.gradient(f"grad.{key}", weights.gradient(key))
-
-
-def _terraformer(file: GoldenFile, compare: Comparison) -> None:
-    """The whole batch at once, then decoded: the batch together, and by chunks."""
-    sizes = dict(n_layers=file.arg("n_decoder_layers"), n_encoder_layers=file.arg("n_encoder_layers"))
-    sizes |= dict(n_attentions=file.arg("n_decoder_attention_layers"), encoder_attention="dense")
-    config = _model_config(file, architecture="terraformer", reversible_encoder=file.arg("reversible_encoder"), **sizes)
-    model = Terraformer(config, two_swaps=file.arg("use_two_swaps_per_encoder_block")).eval()
-    _adapt(file, model)
-    weights = Weights(file, model)
-    weights.terraformer(model)
-    weights.finish()
-    source, target = file["in.tok_enc"], _shifted(file["in.tok_dec"])
-    compare.value("out.logits", model(source, target, mask=source != 0))
-    states = [model.init_state(len(source), source, source != 0)] * 2
-    logits, state = [], states[0]
-    for tokens in target.unbind(1):
-        one, state = model.step(tokens, state)
-        logits.append(one)
-    compare.value("predict.logits", torch.stack(logits, dim=1), "step")
-    compare.value("predict.logits", model.prefill(target, states[1])[0], "prefill")
-
-
-CASES: dict[str, Callable[[GoldenFile, Comparison], None]] = {
-    "factored_dense": _factored_dense,
-    "local_conv": _local_conv,
-    "mult_conv_attention": _mult_conv_attention,
-    "mult_conv_attention_full": _mult_conv_attention,
-    "sparse_ff": _sparse_ff,
-    "block_sparse_ff": _experts,
-    "switch_sparse_ff": _experts,
-    "sparse_loss": _sparse_loss,
-    "causal_attention": _causal_attention,
-    "attention": _attention,
-    "feed_forward": _feed_forward,
-    "layer_norm": _layer_norm,
-    "lm": _lm,
-    "sru": _sru,
-    "ff_sru_block": _ff_sru_block,
-    "concat_strip": _concat_strip,
-    "rev_decoder_block": _rev_decoder_block,
-    "terraformer": _terraformer,
-}

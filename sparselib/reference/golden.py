@@ -74,15 +74,18 @@ class Comparison:
         self.worst, self.where = -1.0, "nothing"
         self.wrong_in: list[str] = []
 
-    def value(self, key: str, ours: Tensor, face: str = "") -> None:
-        """Compare with the value stored as ``key``; ``face`` says where ours comes from. Integers must be equal."""
+    def value(self, key: str, ours: Tensor, face: str = "", rows: Tensor | None = None) -> None:
+        """Compare with the value stored as ``key``; ``face`` says where ours comes from. Integers must be equal.
+
+        ``rows``: bool in the shape of all axes but the last, the vectors that are compared (None: all).
+        """
         stored = self.file[key]
-        self._compare(key, ours, _ABSOLUTE + _RELATIVE * stored.abs(), face)
+        self._compare(key, ours, _ABSOLUTE + _RELATIVE * stored.abs(), face, rows)
 
     def gradient(self, key: str, ours: Tensor) -> None:
-        self._compare(key, ours, torch.tensor(_GRADIENTS, dtype=torch.float64), "")
+        self._compare(key, ours, torch.tensor(_GRADIENTS, dtype=torch.float64), "", None)
 
-    def _compare(self, key: str, ours: Tensor, tolerance: Tensor, face: str) -> None:
+    def _compare(self, key: str, ours: Tensor, tolerance: Tensor, face: str, rows: Tensor | None) -> None:
         stored, ours = self.file[key], ours.detach()
         if stored.shape != ours.shape:
             raise ValueError(f"{key} has shape {tuple(stored.shape)}, ours {tuple(ours.shape)}")
@@ -93,10 +96,12 @@ class Comparison:
             error = (error / tolerance).nan_to_num(nan=math.inf)
         else:
             error = torch.where(error > 0, math.inf, 0.0)
+        if rows is not None:
+            error = error.masked_fill(~rows[..., None], 0)
+        self.count += error.numel() if rows is None else int(rows.sum()) * error.shape[-1]
         self._record(f"{key} by {face}" if face else key, error, ours, stored)
 
     def _record(self, name: str, error: Tensor, ours: Tensor, stored: Tensor) -> None:
-        self.count += error.numel()
         wrong = int((error > 1).sum())
         self.wrong += wrong
         if wrong:
