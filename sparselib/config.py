@@ -6,6 +6,7 @@ S = n_modules, M = d_model/S, F = kernel_size, S_loss = loss_sparsity. Light on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,10 +18,54 @@ ARCHITECTURES = (*TRANSFORMERS, "terraformer")
 FEEDFORWARDS = ("dense", "sparse", "block", "switch")
 CONTROLLERS = ("paper", "reference")
 ATTENTIONS = ("dense", "mult", "conv", "mult_conv", "mult_conv_output")
+HASHING = ("dense", "mult_conv")  # attentions that can hash
 CROSS_ATTENTIONS = ("dense", "sparse")
 POSITIONS = ("learned", "sinusoidal")
 PRESETS = ("paper_800m", "paper_17b", "laptop", "smoke")
 VARIANTS = ("dense", "ff", "qkv", "ff_qkv", "ff_qkv_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LSHSizes:
+    """How positions are hashed and cut in chunks.
+
+    ``n_hashes`` rounds with ``n_buckets`` each: an even int, or a tuple of such whose product counts, each hashed on
+    its own (so many buckets cost few rotations). Chunks of ``chunk_len`` positions also see ``n_chunks_before`` and
+    ``n_chunks_after`` neighbours. The layers use full attention for lengths up to ``full_below`` (0: never).
+    Errors: ValueError naming the field, its value, what is allowed.
+    """
+
+    n_hashes: int
+    n_buckets: int | tuple[int, ...]
+    chunk_len: int
+    n_chunks_before: int = 1
+    n_chunks_after: int = 0
+    full_below: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n_buckets, list):  # as it comes from a file
+            object.__setattr__(self, "n_buckets", tuple(self.n_buckets))
+        for field in ("n_hashes", "chunk_len"):
+            require_size(field, getattr(self, field))
+        for field in ("n_chunks_before", "n_chunks_after", "full_below"):
+            require_size(field, getattr(self, field), minimum=0)
+        even = bool(self.factors) and all(type(n) is int and n >= 2 and n % 2 == 0 for n in self.factors)
+        require(even, "n_buckets", self.n_buckets, "an even int of at least 2, or a tuple of such")
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        return self.n_buckets if isinstance(self.n_buckets, tuple) else (self.n_buckets,)
+
+    @property
+    def padding_bucket(self) -> int:
+        """Number of the bucket behind all others, which holds the padding."""
+        return math.prod(self.factors)
+
+    @property
+    def window(self) -> int:
+        """W: as many positions as a chunk and those before it hold."""
+        return self.chunk_len * (self.n_chunks_before + 1)
+
 
 Attention = Literal["dense", "mult", "conv", "mult_conv", "mult_conv_output"]
 
@@ -43,7 +88,8 @@ class ModelConfig:
     code: 1). In the paper each module is a head; ``modules_are_heads=False`` lifts that (reference code).
 
     ``loss_sparsity`` = 1 is the dense output layer. ``sru_units`` > 0 puts a branch of ``sru_layers`` recurrent units
-    of that width beside every feedforward.
+    of that width beside every feedforward. ``lsh`` makes the self-attentions, which must be ``dense`` or ``mult_conv``,
+    attend by hashing (None: to all).
 
     Terraformer alone: ``n_attentions`` in a decoder block, ``reversible_encoder`` (else it is trained with its
     activations kept, and its streams are joined at its end), ``ff_chunk`` > 0 works through the feedforward so many
@@ -76,6 +122,7 @@ class ModelConfig:
     value_kernel_size: int | None = None
     modules_are_heads: bool = True
     loss_sparsity: int = 1
+    lsh: LSHSizes | None = None
     sru_units: int = 0
     sru_layers: int = 1
     n_attentions: int = 2
@@ -110,6 +157,11 @@ class ModelConfig:
         require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require_multiple("d_model", self.d_model, self.n_heads, "n_heads")
         require_multiple("vocab_size", self.vocab_size, self.loss_sparsity, "loss_sparsity")
+        if isinstance(self.lsh, Mapping):  # as it comes from a file
+            object.__setattr__(self, "lsh", LSHSizes(**self.lsh))
+        for field in ("attention", "encoder_attention"):
+            fits = self.lsh is None or getattr(self, field) in (None, *HASHING)
+            require(fits, field, getattr(self, field), f"one of {', '.join(map(repr, HASHING))} with lsh")
         self._check_feedforward()
         self._check_modules()
 
@@ -397,10 +449,10 @@ def decode_cost(
 ) -> DecodeCost:
     """Bytes of weights and cache that decoding one token touches, and the FLOPs of its matrix products.
 
-    ``context`` counts the positions attended to, the new one included; ``source_length`` those of an encoder-decoder's
-    source, whose keys and values are cached. ``bytes_per_cached`` is for these (None: as the weights; the engine keeps
-    them in fp32). Activations and the few remembered conv inputs are not counted: they stay in cache. Source: section 1
-    of the paper, with 4 d_model^2 + 2 d_model^2 + 2 d_model d_ff for the dense block.
+    ``context`` counts the positions attended to, the new one included (``lsh`` attends to fewer); ``source_length``
+    those of a source, whose keys and values are cached. ``bytes_per_cached`` is for these (None: as the weights; the
+    engine keeps them in fp32). Activations and the few remembered conv inputs are not counted: they stay in cache.
+    Source: section 1 of the paper, with 4 d_model^2 + 2 d_model^2 + 2 d_model d_ff for the dense block.
     """
     require_size("context", context)
     require_size("source_length", source_length)

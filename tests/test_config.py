@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sparselib.config import (
     PRESETS,
     VARIANTS,
+    LSHSizes,
     ModelConfig,
     count_parameters,
     model_parts,
@@ -60,6 +61,15 @@ def test_the_config_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+HASHES = dict(n_hashes=2, n_buckets=8, chunk_len=4)
+
+
+def test_hashing_may_come_from_a_file():
+    config = ModelConfig(**SMALL, lsh=HASHES | {"n_buckets": [4, 2]})
+    assert config.lsh == LSHSizes(n_hashes=2, n_buckets=(4, 2), chunk_len=4)
+    assert config == ModelConfig(**SMALL, lsh=config.lsh)
+
+
 MULT_CONV = dict(attention="mult_conv", n_modules=2)
 BAD_FIELDS = [
     (dict(d_ff=10, feedforward="sparse", ff_sparsity=4), r"d_ff = 10: must be a multiple of ff_sparsity = 4"),
@@ -67,6 +77,12 @@ BAD_FIELDS = [
     (dict(d_ff=10, feedforward="switch", ff_sparsity=4), r"d_ff = 10: must be a multiple of ff_sparsity = 4"),
     (dict(feedforward="sparse", ff_sparsity=1), r"ff_sparsity = 1: must be an int of at least 2"),
     (dict(feedforward="sparse", ff_sparsity=4, d_lowrank=0), r"d_lowrank = 0: must be an int of at least 1"),
+    (dict(lsh=HASHES | {"n_buckets": 3}), r"n_buckets = 3: must be an even int"),
+    (
+        dict(lsh=HASHES, attention="mult", n_modules=2),
+        r"attention = 'mult': must be one of 'dense', 'mult_conv' with lsh",
+    ),
+    (dict(lsh=HASHES, encoder_attention="conv"), r"encoder_attention = 'conv': must be one of .* with lsh"),
     (dict(d_model=9), r"d_model = 9: must be a multiple of n_heads = 2"),
     (MULT_CONV | dict(n_modules=3, modules_are_heads=False), r"d_model = 8: must be a multiple of n_modules = 3"),
     (MULT_CONV | dict(n_modules=4), r"n_modules = 4: must be n_heads = 2 .*unless modules_are_heads=False"),

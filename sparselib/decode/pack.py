@@ -146,6 +146,7 @@ def _empty(config: ModelConfig, dtype: str, encoder: bool) -> Packed:
     known = config.has_decoder and config.architecture in TRANSFORMERS
     require(known, "architecture", config.architecture, "a Transformer with a decoder")
     require(config.sru_units == 0, "sru_units", config.sru_units, "0 in the engine")
+    require(config.lsh is None, "lsh", config.lsh, "None in the engine")
     layout = Layout(config, dtype, encoder)
     bytes = layout.w_size * DTYPES[dtype].itemsize + 4 * layout.p_size
     require_memory(bytes, f"packing {layout.w_size / 1e9:.2f} billion weights as {dtype}")

@@ -1,11 +1,12 @@
 """The layers, one idea per file."""
 
+from ..config import LSHSizes
 from .attention import AttentionState, DenseAttention, SelfAttention, SparseAttention
 from .base import Chain, Dense, Layer, Stateless
 from .cross_attention import CrossAttention, CrossAttentionState, SparseCrossAttention
 from .experts import BlockFeedForward, SwitchFeedForward
 from .feedforward import FeedForward, SparseFeedForward
-from .lsh import LSHSizes, lsh_attend
+from .lsh import lsh_attend
 from .lsh_attention import DenseLSHAttention, LSHAttention, LSHState, SparseLSHAttention
 from .module_conv import ModuleConv
 from .multiplicative import MultiplicativeDense

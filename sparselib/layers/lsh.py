@@ -11,52 +11,12 @@ Letters: H heads of width dh; R = n_hashes rounds; C = chunk_len; n chunks, each
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import require, require_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class LSHSizes:
-    """How positions are hashed and cut in chunks.
-
-    ``n_hashes`` rounds with ``n_buckets`` each: an even int, or a tuple of such whose product counts, each hashed on
-    its own (so many buckets cost few rotations). Chunks of ``chunk_len`` positions also see ``n_chunks_before`` and
-    ``n_chunks_after`` neighbours. The layers use full attention for lengths up to ``full_below`` (0: never).
-    Errors: ValueError naming the field, its value, what is allowed.
-    """
-
-    n_hashes: int
-    n_buckets: int | tuple[int, ...]
-    chunk_len: int
-    n_chunks_before: int = 1
-    n_chunks_after: int = 0
-    full_below: int = 0
-
-    def __post_init__(self) -> None:
-        for field in ("n_hashes", "chunk_len"):
-            require_size(field, getattr(self, field))
-        for field in ("n_chunks_before", "n_chunks_after", "full_below"):
-            require_size(field, getattr(self, field), minimum=0)
-        even = bool(self.factors) and all(type(n) is int and n >= 2 and n % 2 == 0 for n in self.factors)
-        require(even, "n_buckets", self.n_buckets, "an even int of at least 2, or a tuple of such")
-
-    @property
-    def factors(self) -> tuple[int, ...]:
-        return self.n_buckets if isinstance(self.n_buckets, tuple) else (self.n_buckets,)
-
-    @property
-    def padding_bucket(self) -> int:
-        """Number of the bucket behind all others, which holds the padding."""
-        return math.prod(self.factors)
-
-    @property
-    def window(self) -> int:
-        """W: as many positions as a chunk and those before it hold."""
-        return self.chunk_len * (self.n_chunks_before + 1)
+from ..checks import require
+from ..config import LSHSizes
 
 
 def hash_buckets(qk: Tensor, rotations: Tensor, sizes: LSHSizes, mask: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ Letters: B batch, T length, V = vocab_size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from ..layers import (
     BlockFeedForward,
     CrossAttention,
     DenseAttention,
+    DenseLSHAttention,
     DenseUnembedding,
     FeedForward,
     LearnedPositions,
@@ -30,6 +31,7 @@ from ..layers import (
     SparseAttention,
     SparseCrossAttention,
     SparseFeedForward,
+    SparseLSHAttention,
     SparseUnembedding,
     SwitchFeedForward,
 )
@@ -39,9 +41,13 @@ POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
 
 
 def make_attention(config: ModelConfig, kind: str, causal: bool) -> SelfAttention:
-    """The self-attention that ``kind`` names, at the config's sizes."""
+    """The self-attention that ``kind`` names, at the config's sizes; by hashing if it says so."""
+    d_model, n_heads, hashing = config.d_model, config.n_heads, {} if config.lsh is None else asdict(config.lsh)
     if kind == "dense":
-        return DenseAttention(config.d_model, config.n_heads, causal)
+        return (DenseLSHAttention if hashing else DenseAttention)(d_model, n_heads, causal, **hashing)
+    if hashing:
+        sizes = (d_model, n_heads, config.n_modules, config.kernel_size)
+        return SparseLSHAttention(*sizes, value_kernel_size=config.v_kernel, causal=causal, **hashing)
     return SparseAttention(
         config.d_model,
         config.n_heads,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparselib.config import ATTENTIONS, FEEDFORWARDS, ModelConfig, count_parameters, decode_cost, model_parts
+from sparselib.config import ATTENTIONS, FEEDFORWARDS, LSHSizes, ModelConfig, count_parameters, decode_cost, model_parts
 from sparselib.models import Terraformer, Transformer, make_model
 from sparselib.models.terraformer import concatenate, strip
 
@@ -97,10 +97,15 @@ def test_a_batch_of_unequal_rows_is_its_rows(config, seed):
     assert torch.equal(model(other, target, mask=mask_of(lengths)), together)  # padding is not seen
 
 
-@settings(max_examples=10)
-@given(config=configs(), dropout=st.sampled_from([0.0, 0.3]), seed=seeds)
-def test_reversing_changes_no_gradient(config, dropout, seed):
+LSH = LSHSizes(n_hashes=2, n_buckets=4, chunk_len=2)
+
+
+@settings(max_examples=15)
+@given(config=configs(), dropout=st.sampled_from([0.0, 0.3]), hashing=st.booleans(), seed=seeds)
+def test_reversing_changes_no_gradient(config, dropout, hashing, seed):
     config = dataclasses.replace(config, dropout=dropout)
+    if hashing:
+        config = dataclasses.replace(config, attention="mult_conv", encoder_attention="dense", lsh=LSH)
     model = randomized(Terraformer(config), seed, scale=0.3).train()
     plain = Terraformer(config, reversible=False).double().train()
     plain.load_state_dict(model.state_dict())
@@ -122,6 +127,16 @@ def test_concatenation_by_its_words(data, seed):
         expected[n : n + TARGET] = target[row]
         assert torch.equal(joined[row], torch.stack(expected))
     assert torch.equal(strip(joined, torch.tensor(lengths), TARGET), target)
+
+
+def test_a_short_sequence_is_attended_to_in_full_by_the_rules_of_hashing():
+    source, target = ids(2, SOURCE, high=V), ids(2, TARGET, high=V, seed=1)
+    model = make(attention="mult_conv", lsh=dataclasses.replace(LSH, full_below=SOURCE + TARGET))
+    logits = model(source, target)
+    close(by_steps(model, target, model.init_state(2, source))[0], logits)
+    assert not torch.allclose(make(attention="mult_conv", lsh=LSH)(source, target), logits)
+    with pytest.raises(ValueError, match=r"lengths = \[2, 5\]: must be equal"):
+        model.init_state(2, source, mask_of([2, SOURCE]))
 
 
 def test_nothing_sees_a_later_target_and_all_sees_the_source():
