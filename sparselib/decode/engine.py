@@ -1,4 +1,4 @@
-"""Decoding with packed weights, a token a call: the fast face of a Transformer.
+"""Decoding with packed weights, a token a call: the fast face of a Transformer or a Terraformer.
 
 The threads of an engine run the program's kernels side by side (kernels.py); the caller's thread is the first of them.
 Letters: B sequences (slots), L positions of a chunk, V = vocab_size.
@@ -20,6 +20,7 @@ from . import kernels, operations
 from .memory import allocate, require_memory
 from .pack import Packed
 from .program import PARTS, Cache, Program, units_of_a_thread
+from .program_terraformer import TerraformerProgram
 
 CHUNK = 32  # positions of a prompt worked on at a time
 
@@ -41,7 +42,7 @@ class State:
 class Engine:
     """Decodes ``batch`` independent sequences of up to ``max_len`` tokens.
 
-    ``max_len`` is at most the config's (default: that), ``source_len`` the longest source of an encoder-decoder
+    ``max_len`` is at most the config's (default: that), ``source_len`` the longest source of a model that reads one
     (default: ``max_len``), ``threads`` the threads that work (default: as many as the process may use).
     Kernels are compiled on the first engine of a dtype and cached on disk. One engine serves one caller at a time.
 
@@ -67,10 +68,12 @@ class Engine:
         for name, value in (("max_len", self.max_len), ("source_len", self.source_len)):
             require_size(name, value)
             require(value <= longest, name, value, f"at most the model's max_len = {longest}")
-        self.batch, cross = batch, self.config.is_encoder_decoder
+        self.batch, has_source = batch, self.config.has_source
+        self._reads_on = self.config.architecture == "terraformer"  # the target stands behind the source
         at_once = self.max_len if self.config.architecture == "prefix_lm" else CHUNK
-        rows = max(batch, at_once, self.source_len * cross)
-        self.program = Program(packed.layout, batch, self.max_len, self.source_len * cross, rows, self.threads)
+        rows = max(batch, at_once, self.source_len * has_source)
+        program = TerraformerProgram if self._reads_on else Program
+        self.program = program(packed.layout, batch, self.max_len, self.source_len * has_source, rows, self.threads)
         require_memory(4 * self.program.size, f"an engine with batch {batch} and max_len {self.max_len}")
         self._m = allocate(self.program.size, np.float32)
         self._m.fill(0)  # now, so that no token waits for the system to make a page
@@ -97,19 +100,20 @@ class Engine:
         memory: np.ndarray | None = None,
         sequences: Sequence[int] | None = None,
     ) -> None:
-        """Begin all sequences, or ``sequences``, anew; an encoder-decoder reads its ``source`` (B, T) here.
+        """Begin all sequences, or ``sequences``, anew; a model with a source reads ``source`` (B, T) here.
 
         ``mask`` (B, T): 1 = real, 0 = padding, which stands at the end. ``memory`` (B, T, d_model), the encoder's
-        output, in place of a source: the only way where the encoder was left out of the packed model.
+        output (of a Terraformer: in both streams), in place of a source: the only way where the encoder was left out of
+        the packed model.
         """
-        slots, cross = self._slots(sequences), self.config.is_encoder_decoder
-        require(cross or mask is None, "mask", "given", "given with a source only")
+        slots, has_source = self._slots(sequences), self.config.has_source
+        require(has_source or mask is None, "mask", "given", "given with a source only")
         given = [name for name, value in (("source", source), ("memory", memory)) if value is not None]
         require(
-            len(given) == cross,
+            len(given) == has_source,
             "source",
             given,
-            f"one of source and memory for an encoder-decoder, {'' if cross else 'not '}given here",
+            f"one of source and memory for a model with an encoder, {'' if has_source else 'not '}given here",
         )
         require(
             source is None or self.program.encode is not None,
@@ -117,7 +121,7 @@ class Engine:
             "given",
             "memory: this model was packed without its encoder",
         )
-        if cross:
+        if has_source:
             shown = self._check_source(source, memory, len(slots))
             lengths = self._check_mask(mask, shown.shape[:2])
             for row, slot in enumerate(slots):
@@ -171,7 +175,7 @@ class Engine:
 
     def state(self) -> State:
         """A copy of all that is remembered; :meth:`restore` takes it back."""
-        lines = [self._lines(c)[slot, :n].copy() for c in self.program.caches for slot, n in enumerate(self._position)]
+        lines = [self._lines(c)[slot, :n].copy() for c in self.program.caches for slot, n in enumerate(self._held())]
         lines += [
             self._lines(c)[slot, :n].copy() for c in self.program.source_caches for slot, n in enumerate(self._source)
         ]
@@ -179,7 +183,8 @@ class Engine:
 
     def restore(self, state: State) -> None:
         """Go on from a copy made by an engine of the same model and batch."""
-        caches = [(cache, state.position) for cache in self.program.caches]
+        held = state.position + state.source if self._reads_on else state.position
+        caches = [(cache, held) for cache in self.program.caches]
         caches += [(cache, state.source) for cache in self.program.source_caches]
         fits = len(state.position) == self.batch and len(state.lines) == len(caches) * self.batch
         fits = fits and all(
@@ -226,10 +231,14 @@ class Engine:
         for first in range(0, tokens.shape[1], chunk):
             part = tokens[:, first : first + chunk]
             is_last = first + chunk >= tokens.shape[1]
-            self._set_rows(part, slots, self._position[slots], prefix_length)
+            self._set_rows(part, slots, self._held()[slots], prefix_length)
             self._team.run((start, end if is_last else middle), part.size, n)
             self._position[slots] += part.shape[1]
         return self._logits[part.size - n : part.size]
+
+    def _held(self) -> np.ndarray:
+        """Lines that each sequence has in the decoder's caches."""
+        return self._position + self._source if self._reads_on else self._position
 
     def _set_rows(self, tokens: np.ndarray, slots: np.ndarray, position: np.ndarray, visible: int = 0) -> None:
         """Rows of a chunk (n, L), position by position, so that the last n are the last position's.
@@ -252,8 +261,11 @@ class Engine:
             self._team.run(self.program.encode, n, n)
         else:
             self._set_rows(np.zeros((1, n), np.int64), zero, zero)
-            self._buffer(self.program.z, n, self.config.d_model)[:] = source
+            for given in self.program.given:
+                self._buffer(given, n, self.config.d_model)[:] = source
         self._rows[:n, operations.SLOT] = slot
+        if self._reads_on:  # from now on a position sees what came before it
+            self._rows[:n, operations.VISIBLE] = self._rows[:n, operations.POSITION] + 1
         self._team.run(self.program.remember, n, n)
 
     def _buffer(self, offset: int, lines: int, line: int) -> np.ndarray:
@@ -275,7 +287,7 @@ class Engine:
         self.check_tokens(tokens, "tokens", len(slots))
         end = int(self._position[slots].max()) + tokens.shape[1]
         require(end <= self.max_len, "position", end - 1, f"below max_len = {self.max_len}")
-        ready = not self.config.is_encoder_decoder or bool((self._source[slots] > 0).all())
+        ready = not self.config.has_source or bool((self._source[slots] > 0).all())
         require(ready, "source", None, "given with start() first")
 
     def check_tokens(self, tokens: np.ndarray, name: str, n: int) -> None:

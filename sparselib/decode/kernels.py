@@ -16,7 +16,22 @@ from __future__ import annotations
 import numpy as np
 
 from .layout import GROUP
-from .operations import ATTEND, CONV, LINEAR, MULT, NORM, POSITION, SLOT, SPARSE, SPREAD, SWITCH, TOKEN, UNITS
+from .operations import (
+    ATTEND,
+    CONV,
+    LINEAR,
+    MULT,
+    NORM,
+    POSITION,
+    RECUR,
+    SLOT,
+    SOURCE,
+    SPARSE,
+    SPREAD,
+    SWITCH,
+    TOKEN,
+    UNITS,
+)
 from .products import C_SIZE, barrier, clear, conv, linear, mult, mult_wide, target
 from .simd import atomic_add, atomic_load, cycles, float_of_bits, get, kernel, prefetch_read, put
 
@@ -39,26 +54,29 @@ def _exp(x):
 
 @kernel
 def _embed(op, w, p, m, rows, r, lo, hi):
-    line = rows[r, TOKEN] * op.k
+    line, place = rows[r, TOKEN] * op.k, rows[r, POSITION] - (rows[r, SOURCE] if op.relative else 0)
     scale = get(p, op.scale + rows[r, TOKEN]) if op.scale >= 0 else np.float32(1)
     for i in range(lo, hi):
-        put(m, op.y + r * op.k + i, get(w, op.w + line + i) * scale + get(p, op.bias + rows[r, POSITION] * op.k + i))
+        put(m, op.y + r * op.k + i, get(w, op.w + line + i) * scale + get(p, op.bias + place * op.k + i))
 
 
 @kernel
 def _norm(op, p, m, r, tid, threads):
-    """x' = x + what the last layer gave (``parts`` sums, and a bias), z = LN(x').
+    """x' = x + what the last layer gave (``parts`` sums, and a bias), or the mean of that and ``other``; z = LN(x').
 
     Every thread adds up and measures all of the row in a line of its own, and writes its own columns of x' and z: two
     barriers fewer. x' is not written over x, which others may still be reading.
     """
-    x, mine, parts = op.x + r * op.k, op.a + tid * op.k, threads if op.parts < 0 else op.parts
+    x, mine, parts = op.x + r * op.k, op.a + tid * op.k, threads - 1 - op.parts if op.parts < 0 else op.parts
     for i in range(op.k):
         put(m, mine + i, get(m, x + i) + get(p, op.bias + i) if op.bias >= 0 else get(m, x + i))
     for part in range(parts):
         delta = op.x2 + part * op.x_row + r * op.k
         for i in range(op.k):
             put(m, mine + i, get(m, mine + i) + get(m, delta + i))
+    if op.other >= 0:
+        for i in range(op.k):
+            put(m, mine + i, np.float32(0.5) * (get(m, mine + i) + get(m, op.other + r * op.k + i)))
     total = square = np.float32(0)
     for i in range(op.k):
         total += get(m, mine + i)
@@ -249,6 +267,28 @@ def _units(op, w, p, m, units, r, tid, threads):
 
 
 @kernel
+def _sigmoid(x):
+    e = _exp(-abs(x))
+    return (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
+
+
+@kernel
+def _recur(op, m, rows, r, tid, threads):
+    """c = f c' + (1 - f) y with the cell c' of the position before, h = g c + (1 - g) x sqrt(3); this thread's units.
+
+    The line of gates is g, f, y before their sigmoids. A slot's rows come in the order of their positions.
+    """
+    k, gates, at = op.k, op.x + r * op.x_row, rows[r, POSITION]
+    cell, first = op.keys + (rows[r, SLOT] * op.cap + at) * op.k, at == 0
+    for i in range(k * tid // threads, k * (tid + 1) // threads):
+        g, f = _sigmoid(get(m, gates + i)), _sigmoid(get(m, gates + k + i))
+        before = np.float32(0) if first else get(m, cell - k + i)
+        c = f * before + (np.float32(1) - f) * get(m, gates + 2 * k + i)
+        put(m, cell + i, c)
+        put(m, op.y + r * k + i, g * c + (np.float32(1) - g) * get(m, op.x2 + r * k + i) * np.float32(3**0.5))
+
+
+@kernel
 def run(tid, threads, program, start, end, w, p, m, rows, n, last, units, sync, clock):
     """Operations start .. end for rows 0 .. n-1 (``last`` operations: for the last ``last`` of them), as thread tid."""
     then = cycles()
@@ -275,6 +315,8 @@ def run(tid, threads, program, start, end, w, p, m, rows, n, last, units, sync, 
                     _units(op, w, p, m, units, r, tid, threads)
                 elif op.code == SPREAD:
                     _spread(op, m, rows, r, tid, threads)
+                elif op.code == RECUR:
+                    _recur(op, m, rows, r, tid, threads)
                 else:
                     _embed(op, w, p, m, rows, r, op.k * tid // threads, op.k * (tid + 1) // threads)
         if op.join:

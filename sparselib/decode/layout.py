@@ -104,6 +104,19 @@ def cross_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes | {"query.layers.0": Mult(d, d, s), "query.layers.1": Conv(d, s, length, length)}
 
 
+def recurrent_shapes(config: ModelConfig) -> dict[str, Dense]:
+    """The same for the recurrent branch beside a feedforward: down, the gates of each unit, up."""
+    d, u, n = config.d_model, config.sru_units, config.sru_layers
+    gates = {f"layers.{i}.gates": Dense(u, 3 * u) for i in range(1, n + 1)}
+    return {"layers.0": Dense(d, u), **gates, f"layers.{n + 1}": Dense(u, d)}
+
+
+def halves(stack: str, n_blocks: int, n_attentions: int, kind: str) -> Iterator[tuple[str, str | None]]:
+    """The halves of a reversible stack in order: name, and the attention's kind, None for a feedforward."""
+    kinds = ([kind] * n_attentions + [None]) * n_blocks
+    return ((f"{stack}.halves.{i}", of_half) for i, of_half in enumerate(kinds))
+
+
 @dataclass
 class Layout:
     """All matrices and vectors of a model; ``encoder`` False leaves an encoder's out."""
@@ -119,24 +132,54 @@ class Layout:
     def __post_init__(self) -> None:
         config = self.config
         self._matrix("embedding.weight", config.vocab_size, config.d_model, SINGLE, deviation=1.0)
-        if config.is_encoder_decoder and self.encoder:
-            self._stack("encoder", config.n_encoder_layers, config.attention_of_encoder, cross=False)
-        self._stack("stack", config.n_layers, config.attention, cross=config.is_encoder_decoder)
+        if config.architecture == "terraformer":
+            self._terraformer()
+        else:
+            if config.is_encoder_decoder and self.encoder:
+                self._stack("encoder", config.n_encoder_layers, config.attention_of_encoder, cross=False)
+            self._stack("stack", config.n_layers, config.attention, cross=config.is_encoder_decoder)
         self.layer("unembedding", unembedding_shape(config))
+
+    def _terraformer(self) -> None:
+        config = self.config
+        if self.encoder:
+            self._positions("source_positions")
+            for name, kind in halves("encoder", config.n_encoder_layers, 1, config.attention_of_encoder):
+                self._half(name, kind)
+            if not config.reversible_encoder:
+                self.layer("encoder_output", Dense(config.d_model, config.d_model))
+                self._norm("encoder_norm")
+        self._positions("positions")
+        for name, kind in halves("decoder", config.n_layers, config.n_attentions, config.attention):
+            self._half(name, kind)
+        self._norm("norm")
+
+    def _half(self, name: str, kind: str | None) -> None:
+        self._norm(f"{name}.norm")
+        if kind is None:
+            self._feedforward(name)
+        else:
+            self._attention(f"{name}.attention", kind)
+
+    def _positions(self, name: str) -> None:
+        self._vector(f"{name}.table", self.config.max_len * self.config.d_model, None)
+
+    def _attention(self, name: str, kind: str) -> None:
+        for part, shape in attention_shapes(self.config, kind).items():
+            self.layer(f"{name}.{part}", shape)
 
     def _stack(self, name: str, n_layers: int, kind: str, cross: bool) -> None:
         config = self.config
-        self._vector(f"{name}.positions.table", config.max_len * config.d_model, None)
+        self._positions(f"{name}.positions")
         for block in (f"{name}.blocks.{i}" for i in range(n_layers)):
             self._norm(f"{block}.attention_norm")
-            for part, shape in attention_shapes(config, kind).items():
-                self.layer(f"{block}.attention.{part}", shape)
+            self._attention(f"{block}.attention", kind)
             if cross:
                 self._norm(f"{block}.cross_norm")
                 for part, shape in cross_shapes(config).items():
                     self.layer(f"{block}.cross.{part}", shape)
             self._norm(f"{block}.feedforward_norm")
-            self._feedforward(f"{block}.feedforward")
+            self._feedforward(block)
         self._norm(f"{name}.norm")
 
     def _norm(self, name: str) -> None:
@@ -157,8 +200,12 @@ class Layout:
             self._matrix(f"{name}.weight", module, taps * module, PANEL, TAPS, deviation)
             self._vector(f"{name}.bias", module)
 
-    def _feedforward(self, name: str) -> None:
-        config = self.config
+    def _feedforward(self, block: str) -> None:
+        config, name = self.config, f"{block}.feedforward"
+        if config.sru_units:
+            self._norm(f"{block}.recurrence_norm")
+            for layer, shape in recurrent_shapes(config).items():
+                self.layer(f"{block}.recurrence.{layer}", shape)
         d, f, dense = config.d_model, config.d_ff, config.feedforward == "dense"
         self._matrix(f"{name}.w1", f, d, PANEL if dense else SINGLE)
         if dense:

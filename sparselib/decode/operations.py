@@ -15,9 +15,10 @@ FIELDS = (
     " keys values heads scores visible"  # attend
     " w2 scale2 block kind"  # units
     " next next_step"  # where the next operation's weights begin, and a thread's share of them
-    " z gamma beta"  # norm
+    " z gamma beta other"  # norm; other: a second stream to take the mean with, -1 for none
+    " relative"  # embed: whether positions are counted from the end of the source
 )
 OP = np.dtype([(name, np.int64) for name in FIELDS.split()])
-EMBED, NORM, LINEAR, MULT, CONV, SPREAD, ATTEND, UNITS = range(8)
+EMBED, NORM, LINEAR, MULT, CONV, SPREAD, ATTEND, UNITS, RECUR = range(9)
 SPARSE, BLOCK, SWITCH = range(3)  # ``kind`` of UNITS
 TOKEN, SLOT, POSITION, VISIBLE, SOURCE = range(5)  # columns of ``rows``: VISIBLE, SOURCE count keys to attend to

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from .. import __version__
 from ..checks import require, require_choice, require_size
-from ..config import TRANSFORMERS, ModelConfig
+from ..config import ModelConfig
 from ..layers.positions import sinusoids
 from .kernels import fill
 from .layout import TAPS, TRANSPOSED, Layout, Matrix
 from .memory import allocate, require_memory
 
 if TYPE_CHECKING:
-    from ..models import Transformer
+    from ..models import Terraformer, Transformer
 
 DTYPES: dict[str, np.dtype] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "int8": np.dtype(np.int8)}
 FORMAT = 1  # raised whenever a packed file of before could be misread
@@ -85,7 +85,7 @@ class Packed:
         return cls(Layout(ModelConfig(**about["config"]), about["dtype"], about["encoder"]), w, p)
 
 
-def pack(model: Transformer, dtype: str = "fp32") -> Packed:
+def pack(model: Transformer | Terraformer, dtype: str = "fp32") -> Packed:
     """A model's weights in ``dtype``: fp32, bf16 (rounded to the nearest) or int8 (one scale a row, absmax / 127).
 
     Errors: ValueError for an unknown dtype, an encoder-only model or weights that are not finite; MemoryError, with
@@ -113,7 +113,7 @@ def pack_random(
 ) -> Packed:
     """Random weights, made in ``dtype`` at once: uniform, with the deviations of an untrained model's.
 
-    ``encoder`` False leaves out an encoder-decoder's encoder. ``progress`` is told how many weights are done.
+    ``encoder`` False leaves the encoder out. ``progress`` is told how many weights are done.
     """
     require_size("seed", seed, 0)
     packed = _empty(config, dtype, encoder)
@@ -143,10 +143,8 @@ def _fill(w: np.ndarray, chunk: tuple[int, int, np.float32], seed: int) -> int:
 
 def _empty(config: ModelConfig, dtype: str, encoder: bool) -> Packed:
     require_choice("dtype", dtype, tuple(DTYPES))
-    known = config.has_decoder and config.architecture in TRANSFORMERS
-    require(known, "architecture", config.architecture, "a Transformer with a decoder")
-    require(config.sru_units == 0, "sru_units", config.sru_units, "0 in the engine")
-    require(config.lsh is None, "lsh", config.lsh, "None in the engine")
+    require(config.has_decoder, "architecture", config.architecture, "one with a decoder")
+    require(config.lsh is None, "lsh", config.lsh, "None: the engine attends to all")
     layout = Layout(config, dtype, encoder)
     bytes = layout.w_size * DTYPES[dtype].itemsize + 4 * layout.p_size
     require_memory(bytes, f"packing {layout.w_size / 1e9:.2f} billion weights as {dtype}")

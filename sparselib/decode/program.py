@@ -2,7 +2,8 @@
 
 The memory ``m`` begins with what decoding remembers (keys, values, inputs of convolutions: one line a position for each
 of ``batch`` slots), then come buffers. A layer's result is not added to the residual stream x by the layer, but by the
-next norm, which reads it anyway.
+next norm, which reads it anyway. Of two such streams (Terraformer) a half reads one, and its result belongs to the
+other, which the next half reads.
 Letters: B = batch; R = rows that can be at work at once; T = threads; S modules, d = d_model, f = d_ff.
 """
 
@@ -26,6 +27,7 @@ from .layout import (
     Shape,
     attention_shapes,
     cross_shapes,
+    recurrent_shapes,
     unembedding_shape,
 )
 from .products import C_SIZE, K_BLOCK
@@ -39,9 +41,11 @@ PARTS = (
     "kv_cache",
     "controller",
     "feedforward",
+    "recurrence",
     "unembedding",
 )
-EMBEDDING, NORMS, SELF, CROSS, CACHE, CONTROLLER, FEEDFORWARD, UNEMBEDDING = range(len(PARTS))
+EMBEDDING, NORMS, SELF, CROSS, CACHE, CONTROLLER, FEEDFORWARD, RECURRENCE, UNEMBEDDING = range(len(PARTS))
+SOURCE = ("source_keys", "source_values")
 KINDS = {"sparse": ops.SPARSE, "block": ops.BLOCK, "switch": ops.SWITCH}
 
 
@@ -57,7 +61,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Delta:
-    """What the next norm adds to x: the sum of ``parts`` buffers (-1: one for each thread), plus a bias in p."""
+    """What the next norm adds to x: the sum of ``parts`` buffers (-1: one a thread, -2: and one more), and a bias."""
 
     offset: int = 0
     parts: int = 0
@@ -65,10 +69,19 @@ class Delta:
     bias: int = -1
 
 
-class Program:
-    """Operations of the encoder, of the keys and values it gives, of the decoder's body and of its head.
+@dataclass
+class Stream:
+    """A residual stream: the rows at ``x``, to which ``delta`` is still to be added."""
 
-    ``encode``, ``remember``, ``body`` and ``head`` are (start, end) in ``operations``; head follows body.
+    x: int
+    delta: Delta = Delta()
+
+
+class Program:
+    """Operations of the encoder, of what the decoder keeps of its output, of the decoder's body and of its head.
+
+    ``encode``, ``remember``, ``body`` and ``head`` are (start, end) in ``operations``; head follows body. The encoder's
+    output is handed on in the buffers ``given``.
     """
 
     def __init__(self, layout: Layout, batch: int, max_len: int, source_len: int, rows: int, threads: int):
@@ -78,12 +91,12 @@ class Program:
         self.caches: list[Cache] = []  # what decoding remembers of the tokens so far
         self.source_caches: list[Cache] = []  # keys and values of the encoder's output
         self._ops: list[dict[str, int]] = []
-        config, cross = self.config, self.config.is_encoder_decoder
-        self._decoder = [self._block_caches(config.attention, cross) for _ in range(config.n_layers)]
+        has_source = self.config.has_source
+        self._decoder = self._decoder_caches()
         self.state_size = self.size
         self._make_buffers()
-        self.encode = self._section(self._encode) if cross and layout.encoder else None
-        self.remember = self._section(self._remember) if cross else None
+        self.encode = self._section(self._encode) if has_source and layout.encoder else None
+        self.remember = self._section(self._remember) if has_source else None
         self.body, self.head = self._section(self._body), self._section(self._head)
         self._look_ahead()
         self.operations = np.zeros(len(self._ops), ops.OP)
@@ -102,19 +115,29 @@ class Program:
     def _cache(self, slots: int, length: int, line: int) -> Cache:
         return Cache(self._take(slots * length * line + ALIGN), slots, length, line)
 
-    def _block_caches(self, kind: str, cross: bool) -> dict[str, Cache]:
-        """Keys, values and histories of convolutions of one decoder block."""
-        config, lines = self.config, (self.batch, self.max_len)
-        caches = {name: self._cache(*lines, config.d_model) for name in ("keys", "values")}
-        caches |= {name: self._cache(*lines, self._history_line()) for name in self._histories(kind, cross)}
-        self.caches += caches.values()
-        if cross:
-            source = {
-                n: self._cache(self.batch, self.source_len, config.d_model) for n in ("source_keys", "source_values")
-            }
+    def _decoder_caches(self) -> list[dict[str, Cache]]:
+        """What each decoder block remembers of the tokens so far, and of the source."""
+        config, cross = self.config, self.config.is_encoder_decoder
+        blocks = []
+        for _ in range(config.n_layers):
+            caches = self._attention_caches(config.attention, self.batch, self.max_len, cross)
+            caches |= self._cells(self.batch, self.max_len)
+            self.caches += caches.values()
+            source = {name: self._cache(self.batch, self.source_len, config.d_model) for name in SOURCE if cross}
             self.source_caches += source.values()
-            caches |= source
-        return caches
+            blocks.append(caches | source)
+        return blocks
+
+    def _attention_caches(self, kind: str, slots: int, length: int, cross: bool = False) -> dict[str, Cache]:
+        """Keys, values and histories of convolutions of one attention, or with ``cross`` of a block's both."""
+        caches = {name: self._cache(slots, length, self.config.d_model) for name in ("keys", "values")}
+        return caches | {n: self._cache(slots, length, self._history_line()) for n in self._histories(kind, cross)}
+
+    def _cells(self, slots: int, length: int) -> dict[str, Cache]:
+        """Cells of the recurrent units beside one feedforward."""
+        config = self.config
+        units = range(1, config.sru_layers + 1) if config.sru_units else ()
+        return {f"cell{i}": self._cache(slots, length, config.sru_units) for i in units}
 
     def _histories(self, kind: str, cross: bool) -> list[str]:
         names = ["input"] if "conv" in kind else []
@@ -130,26 +153,34 @@ class Program:
         """Floats between one feature of all modules and the next: zeros on both sides, a whole number of tiles."""
         return -(-self.config.n_modules // GROUP) * GROUP + 2 * self._pad
 
+    @property
+    def _most_keys(self) -> int:
+        """Positions that an attention may see."""
+        return max(self.max_len, self.source_len)
+
     def _history_line(self) -> int:
         return self.config.d_model // self.config.n_modules * self._lanes
 
     def _make_buffers(self) -> None:
         config, rows, threads = self.config, self.rows, self.threads
         d, f, lines = config.d_model, config.d_ff, rows + GROUP  # a tile may read beyond the last row
-        self._x = [self._take(lines * d), self._take(lines * d)]
-        self.z, self._q, self._attended, self._out = (self._take(lines * d) for _ in range(4))
+        self._buffers = [self._take(lines * d) for _ in range(3)]  # of streams: two, and one to write to
+        self.z, self._q, self._attended = (self._take(lines * d) for _ in range(3))
+        self._out = self._take(2 * lines * d)  # of the dense feedforward, and of the recurrence beside it
+        self._narrow, self._gates = self._take(2 * lines * config.sru_units), self._take(3 * lines * config.sru_units)
         self._low = self._take(lines * config.d_lowrank)
         self._hidden = self._take(lines * f)  # hidden units, or the controller's logits
-        self._summed = self._take(threads * rows * d)
+        self._summed = self._take((threads * rows + lines) * d)  # of each thread's units, and of the recurrence
         self._line = self._take(threads * d)
         self._tile = self._take(threads * 2 * C_SIZE)
-        self._scores = self._take(config.n_heads * max(self.max_len, self.source_len))
+        self._scores = self._take(config.n_heads * self._most_keys)
         mults = [s for s in self._shapes() if isinstance(s, Mult)]
         self._gated_line = max((gated_size(s) for s in mults), default=0)
         self._gated = self._take(threads * self._gated_line)
         self._sums_line = max((sums_size(s) for s in mults), default=0)
         self._sums = self._take(2 * threads * self._sums_line)
         self.logits = self._take(lines * config.vocab_size)
+        self.given = [self.z]
 
     def _shapes(self) -> list[Shape]:
         config = self.config
@@ -165,7 +196,7 @@ class Program:
         return start, len(self._ops)
 
     def _op(self, code: int, part: int, **fields: int) -> None:
-        defaults = dict(scale=-1, bias=-1, gate_scale=-1, scale2=-1, join=1, last=self._last)
+        defaults = dict(scale=-1, bias=-1, gate_scale=-1, scale2=-1, other=-1, join=1, last=self._last)
         self._ops.append(defaults | dict(code=code, part=part, c=self._tile) | fields)
 
     def _look_ahead(self) -> None:
@@ -190,31 +221,26 @@ class Program:
         vector = self.layout.vectors.get(name)
         return -1 if vector is None else vector.offset
 
-    def _begin(self, stack: str) -> None:
-        """x = embedding + position."""
-        weights = self._weights("embedding.weight")
-        bias = self._bias(f"{stack}.positions.table")
-        self._op(ops.EMBED, EMBEDDING, k=self.config.d_model, y=self._x[0], **weights | {"bias": bias})
-        self._delta = Delta()
+    def _begin(self, positions: str, streams: int = 1, relative: int = 0) -> None:
+        """x = embedding + position, ``relative`` to the end of the source, in all streams."""
+        fields = self._weights("embedding.weight") | {"bias": self._bias(f"{positions}.table")}
+        self._op(ops.EMBED, EMBEDDING, k=self.config.d_model, y=self._buffers[0], relative=relative, **fields)
+        self._streams = [Stream(self._buffers[0]) for _ in range(streams)]
 
-    def _norm(self, name: str) -> None:
-        delta, d = self._delta, self.config.d_model
-        self._op(
-            ops.NORM,
-            NORMS,
-            k=d,
-            x=self._x[0],
-            y=self._x[1],
-            z=self.z,
-            a=self._line,
-            x2=delta.offset,
-            parts=delta.parts,
-            x_row=delta.stride,
-            bias=delta.bias,
-            gamma=self._bias(f"{name}.weight"),
-            beta=self._bias(f"{name}.bias"),
-        )
-        self._x.reverse()
+    def _add(self, *delta: int) -> None:
+        """What a layer gave belongs to the first stream; the last one is the one being read."""
+        self._streams[0].delta = Delta(*delta)
+
+    def _norm(self, name: str, *, y: int | None = None, z: int | None = None, other: int = -1) -> None:
+        """The stream being read, brought up to date in ``y``, and its norm in ``z``."""
+        stream = self._streams[-1]
+        free = next(buffer for buffer in self._buffers if all(buffer != s.x for s in self._streams))
+        free = free if y is None else y
+        delta, vectors = stream.delta, {"gamma": self._bias(f"{name}.weight"), "beta": self._bias(f"{name}.bias")}
+        fields = dict(x2=delta.offset, parts=delta.parts, x_row=delta.stride, bias=delta.bias, other=other)
+        buffers = dict(x=stream.x, y=free, z=self.z if z is None else z, a=self._line)
+        self._op(ops.NORM, NORMS, k=self.config.d_model, **buffers, **fields, **vectors)
+        stream.x, stream.delta = free, Delta()
 
     def _layer(
         self, name: str, shape: Shape, part: int, x: int, y: int | Cache, join: int = 1, history: Cache | None = None
@@ -278,7 +304,6 @@ class Program:
         for part, y in (("q", self._q), ("k", caches["keys"]), ("v", caches["values"])):
             self._layer(f"{name}.{part}", shapes[part], SELF, x, y, int(part == "v"), history)
         self._attend(caches["keys"], caches["values"], ops.VISIBLE, CACHE)
-        self._delta = Delta(self._attended, 1)
         if kind == "mult_conv_output":
             self._mult(
                 f"{name}.output.layers.0", shapes["output.layers.0"], SELF, self._attended, caches["output"], True
@@ -288,8 +313,7 @@ class Program:
             if kind == "conv":
                 self._spread(self._attended, caches["output"], self.config.n_modules, SELF)
             self._layer(f"{name}.output", shapes["output"], SELF, self._attended, self._out, 1, caches.get("output"))
-        if kind != "mult_conv":
-            self._delta = Delta(self._out, 1)
+        self._add(self._attended if kind == "mult_conv" else self._out, 1)
 
     def _cross_attention(self, block: str, caches: dict[str, Cache]) -> None:
         shapes, name = cross_shapes(self.config), f"{block}.cross"
@@ -300,19 +324,42 @@ class Program:
             self._mult(f"{name}.query.layers.0", shapes["query.layers.0"], CROSS, self.z, history, True)
             self._layer(f"{name}.query.layers.1", shapes["query.layers.1"], CROSS, 0, self._q, 1, history)
         self._attend(caches["source_keys"], caches["source_values"], ops.SOURCE, CACHE)
-        self._delta = Delta(self._attended, 1)
         if "output" in shapes:
             self._layer(f"{name}.output", shapes["output"], CROSS, self._attended, self._out)
-            self._delta = Delta(self._out, 1)
+        self._add(self._out if "output" in shapes else self._attended, 1)
 
-    def _feedforward(self, block: str) -> None:
-        config, name = self.config, f"{block}.feedforward"
+    def _feedforward(self, block: str, caches: dict[str, Cache]) -> None:
+        """The feedforward of z, and beside it the recurrent branch of the same stream, with a norm of its own."""
+        d, dense, branch = self.config.d_model, self.config.feedforward == "dense", self.config.sru_units > 0
+        self._hidden_units(f"{block}.feedforward")
+        if dense:
+            result = self._out, 1 + branch, (self.rows + GROUP) * d, -1
+        else:
+            result = self._summed, -1 - branch, self.rows * d, self._bias(f"{block}.feedforward.b2")
+        if branch:
+            self._recurrence(block, caches, result[0] + (1 if dense else self.threads) * result[2])
+        self._add(*result)
+
+    def _recurrence(self, block: str, caches: dict[str, Cache], y: int) -> None:
+        name, u = f"{block}.recurrence", self.config.sru_units
+        (down, first), *units, (up, last) = recurrent_shapes(self.config).items()
+        x, h = self._narrow, self._narrow + (self.rows + GROUP) * u
+        self._norm(f"{block}.recurrence_norm")
+        self._layer(f"{name}.{down}", first, RECURRENCE, self.z, x)
+        for i, (gates, shape) in enumerate(units, start=1):
+            self._layer(f"{name}.{gates}", shape, RECURRENCE, x, self._gates)
+            cell = dict(keys=caches[f"cell{i}"].offset, cap=caches[f"cell{i}"].length)
+            self._op(ops.RECUR, RECURRENCE, k=u, x=self._gates, x_row=3 * u, x2=x, y=h, **cell)
+            x, h = h, x
+        self._layer(f"{name}.{up}", last, RECURRENCE, x, y)
+
+    def _hidden_units(self, name: str) -> None:
+        config = self.config
         d, f, n = config.d_model, config.d_ff, config.ff_sparsity
         w1, w2, b1, b2 = (f"{name}.{part}" for part in ("w1", "w2", "b1", "b2"))
         if config.feedforward == "dense":
             self._linear(name, f, d, FEEDFORWARD, self.z, self._hidden, relu=1, weight=w1, bias=b1)
             self._linear(name, d, f, FEEDFORWARD, self._hidden, self._out, weight=w2, bias=b2)
-            self._delta = Delta(self._out, 1)
             return
         if config.feedforward == "sparse":
             r = config.d_lowrank
@@ -323,23 +370,19 @@ class Program:
             self._linear(name, n, d, CONTROLLER, self.z, self._hidden, weight=f"{name}.c", bias="")
             sizes = dict(s=n, block=f // n, x_row=n)
         fields = self._weights(w1) | self._weights(w2, "w2", "scale2") | {"bias": self._bias(b1)} | sizes
-        stride = self.rows * d
-        kind, buffers = KINDS[config.feedforward], dict(x=self.z, x2=self._hidden, y=self._summed, y_row=stride)
-        self._op(ops.UNITS, FEEDFORWARD, k=d, kind=kind, **buffers, **fields)
-        self._delta = Delta(self._summed, -1, stride, self._bias(b2))
+        buffers = dict(x=self.z, x2=self._hidden, y=self._summed, y_row=self.rows * d)
+        self._op(ops.UNITS, FEEDFORWARD, k=d, kind=KINDS[config.feedforward], **buffers, **fields)
 
     def _encode(self) -> None:
         """One source at a time, all of its positions at once, in slot 0."""
         kind = self.config.attention_of_encoder
-        names = ["keys", "values"]
-        caches = {name: self._cache(1, self.source_len, self.config.d_model) for name in names}
-        caches |= {name: self._cache(1, self.source_len, self._history_line()) for name in self._histories(kind, False)}
-        self._begin("encoder")
+        caches = self._attention_caches(kind, 1, self.source_len) | self._cells(1, self.source_len)
+        self._begin("encoder.positions")
         for block in (f"encoder.blocks.{i}" for i in range(self.config.n_encoder_layers)):
             self._norm(f"{block}.attention_norm")
             self._self_attention(block, kind, caches)
             self._norm(f"{block}.feedforward_norm")
-            self._feedforward(block)
+            self._feedforward(block, caches)
         self._norm("encoder.norm")
 
     def _remember(self) -> None:
@@ -351,7 +394,7 @@ class Program:
         self._ops[-1]["join"] = 1
 
     def _body(self) -> None:
-        self._begin("stack")
+        self._begin("stack.positions")
         for i, caches in enumerate(self._decoder):
             block = f"stack.blocks.{i}"
             self._norm(f"{block}.attention_norm")
@@ -360,7 +403,7 @@ class Program:
                 self._norm(f"{block}.cross_norm")
                 self._cross_attention(block, caches)
             self._norm(f"{block}.feedforward_norm")
-            self._feedforward(block)
+            self._feedforward(block, caches)
 
     def _head(self) -> None:
         self._last = 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sparselib.config import ATTENTIONS, CROSS_ATTENTIONS, FEEDFORWARDS, POSITIONS, ModelConfig
 from sparselib.decode import Engine, pack
 from sparselib.decode.layout import TAPS, TRANSPOSED
-from sparselib.models import Transformer
+from sparselib.models import make_model
 
 from ..models.build import DECODING
 
@@ -84,7 +84,7 @@ def unpacked(packed, model):
 
 def dequantized(model, dtype):
     """A model whose weights are those that an engine of this dtype works with."""
-    rounded = Transformer(model.config).double().eval()
+    rounded = make_model(model.config).double().eval()
     rounded.load_state_dict(unpacked(pack(model, dtype), model))
     return rounded
 
@@ -96,7 +96,7 @@ def odd_configs(draw, **fixed):
     d_model = n_modules * width
     n_heads = draw(st.sampled_from([n for n in range(1, 21) if d_model % n == 0]))
     architecture = fixed.get("architecture") or draw(st.sampled_from(DECODING))
-    encoder = architecture == "encoder_decoder"
+    encoder = architecture in ("encoder_decoder", "terraformer")
     ff_sparsity, loss_sparsity = draw(st.integers(2, 5)), draw(st.sampled_from([1, 2, 3, 9, 17]))
     fields = dict(
         vocab_size=loss_sparsity * draw(st.integers(2, 19)),
@@ -121,5 +121,7 @@ def odd_configs(draw, **fixed):
         value_kernel_size=draw(st.sampled_from([None, 1, 3, 5])),
         modules_are_heads=False,
         loss_sparsity=loss_sparsity,
+        sru_units=draw(st.sampled_from([0, 0, 1, 5, 17])),
+        sru_layers=draw(st.integers(1, 3)),
     )
     return ModelConfig(**fields | fixed)
