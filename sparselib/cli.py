@@ -212,7 +212,7 @@ def bench_machine() -> None:
 @bench_app.command("decode")
 def bench_decode(
     preset: Preset,
-    model: Annotated[str, typer.Option(help="transformer; terraformer is not available yet.")] = "transformer",
+    model: Annotated[str, typer.Option(help="transformer or terraformer.")] = "transformer",
     dtype: Annotated[list[str] | None, typer.Option(help="fp32, bf16, int8; may be repeated. Default: all.")] = None,
     variant: Annotated[
         list[str] | None,

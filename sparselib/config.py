@@ -271,6 +271,7 @@ _SIZES: dict[str, dict] = {
 _D_FF = {"paper_800m": (4096, 6144), "paper_17b": (40960, 65536), "laptop": (512, 640), "smoke": (128, 160)}
 _CONTROLLER = {"laptop": "reference"}  # of the sparse feedforward; it learns faster than the paper's text: notebook 12
 _LOSS_SPARSITY = 4
+_SRU_UNITS = {"paper_800m": 32, "paper_17b": 32, "laptop": 16, "smoke": 8}  # of a Terraformer
 
 
 def preset(name: str, variant: str = "dense", **changes) -> ModelConfig:
@@ -279,6 +280,8 @@ def preset(name: str, variant: str = "dense", **changes) -> ModelConfig:
     The variants add the sparse feedforward (``ff``), sparse attention everywhere (``qkv``), both (``ff_qkv``), and
     the sparse loss with 4 modules (``ff_qkv_loss``). The paper's presets are encoder-decoders, the others decoders. The
     sparse feedforward of ``laptop`` is trained by the reference code's reading, that of the others by the paper's text.
+    With ``architecture="terraformer"`` any of them is a Terraformer with a recurrence beside its feedforwards, and with
+    as many blocks in the encoder as in the decoder.
     """
     require_choice("preset", name, PRESETS)
     require_choice("variant", variant, VARIANTS)
@@ -289,6 +292,8 @@ def preset(name: str, variant: str = "dense", **changes) -> ModelConfig:
         fields |= dict(feedforward="sparse", controller=_CONTROLLER.get(name, "paper"))
     if sparse_qkv:
         fields |= dict(attention="mult_conv", cross_attention="sparse")
+    if changes.get("architecture") == "terraformer":
+        fields |= dict(sru_units=_SRU_UNITS[name], n_encoder_layers=fields["n_layers"], cross_attention="dense")
     if variant.endswith("loss"):
         fields["loss_sparsity"] = _LOSS_SPARSITY
     unknown = sorted(set(changes) - set(ModelConfig.__dataclass_fields__))

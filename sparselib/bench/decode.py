@@ -36,6 +36,7 @@ from .rounds import (
     time_in_rounds,
 )
 
+_ARCHITECTURE: dict[str, dict[str, str]] = {"transformer": {}, "terraformer": {"architecture": "terraformer"}}
 SCOPES: tuple[Scope, ...] = ("block", "model")
 FEWER = ("dense", "ff_qkv", "ff_qkv_loss")  # variants timed by default in bf16 and int8
 BUILT_A_SECOND = 1e9  # weights, for the estimate of the time left only
@@ -55,6 +56,7 @@ class _Bench:
     """One run of :func:`bench_decode`: what was asked for, the machine, and what has been measured so far."""
 
     preset: str
+    model: str
     threads: int
     tokens: int
     rounds: int
@@ -73,11 +75,14 @@ class _Bench:
     def max_len(self) -> int:
         return CONTEXT + WARMUP + self.tokens
 
+    def config(self, variant: str, **changes: Any) -> ModelConfig:
+        return preset(self.preset, variant, **_ARCHITECTURE[self.model] | changes)
+
     def plan(self, dtype: str, variants: Sequence[str]) -> list[_Group]:
         """Whole models if the largest fits, else engines of one block."""
         for is_whole in (True, False):
             changes = {} if is_whole else {"n_layers": 1}
-            configs = {v: preset(self.preset, v, **changes) for v in variants}
+            configs = {v: self.config(v, **changes) for v in variants}
             sizes = {v: engine_bytes(config, dtype, self.max_len, self.threads) for v, config in configs.items()}
             if max(sizes.values()) <= self.room:
                 break
@@ -138,7 +143,7 @@ class _Bench:
             encoder=False,
             progress=lambda entries: self._advance(label, work * entries / total),
         )
-        return Engine(packed, 1, self.max_len, SOURCE_LENGTH if config.is_encoder_decoder else None, self.threads)
+        return Engine(packed, 1, self.max_len, SOURCE_LENGTH if config.has_source else None, self.threads)
 
     def _time(self, group: _Group, engines: Mapping[str, Engine], work: Mapping[str, float]) -> None:
         label = f"{group.dtype}: decoding {', '.join(group.configs)}"
@@ -162,7 +167,7 @@ class _Bench:
         )
         self.cores = self.cores or rounds.cores
         if not group.is_whole:
-            rounds = rounds.whole(preset(self.preset).n_layers)
+            rounds = rounds.whole(self.config("dense").n_layers)
         self.measured.setdefault(group.dtype, []).append((group, rounds))
 
     def _advance(self, label: str, work: float) -> None:
@@ -192,7 +197,7 @@ class _Bench:
         own = self._of(dtype, variant, cores)
         times = np.concatenate([r.samples[variant].of(scope).ravel() for _, r in own])
         read = float(np.median(np.concatenate([r.read_gb_s for _, r in own])))
-        config, context = preset(self.preset, variant), own[0][1].context
+        config, context = self.config(variant), own[0][1].context
         least = self._limit(config, dtype, read, context, scope)
         token = self._limit(config, dtype, read, context, "model")
         speedup, together = self._speedup(dtype, variant, scope, cores, times)
@@ -256,8 +261,7 @@ def bench_decode(
 
     Errors: ValueError for anything unknown or impossible, before anything is built.
     """
-    require_choice("model", model, ("transformer", "terraformer"))
-    require(model == "transformer", "model", model, "'transformer' for now: decoding the Terraformer is not there yet")
+    require_choice("model", model, tuple(_ARCHITECTURE))
     dtypes = tuple(DTYPES) if dtypes is None else tuple(dict.fromkeys(dtypes))
     for name, values, known in (("dtype", dtypes, tuple(DTYPES)), ("variant", variants or (), VARIANTS)):
         for value in values:
@@ -267,7 +271,8 @@ def bench_decode(
     started, load_before = datetime.now(UTC), load()
     threads = usable_threads() if threads is None else threads
     reader = Reader(threads)
-    bench = _Bench(preset_name, threads, tokens, rounds, seed, progress, reader, peak_gflops(threads), free_room())
+    peak, room = peak_gflops(threads), free_room()
+    bench = _Bench(preset_name, model, threads, tokens, rounds, seed, progress, reader, peak, room)
     groups: list[_Group] = []
     for dtype in dtypes:
         chosen = variants or (VARIANTS if dtype == "fp32" else FEWER)
@@ -281,7 +286,7 @@ def bench_decode(
         "model": model,
         "batch": 1,
         "context": CONTEXT + WARMUP + (tokens + 1) // 2,
-        "source_length": SOURCE_LENGTH if preset(preset_name).is_encoder_decoder else 0,
+        "source_length": SOURCE_LENGTH * bench.config("dense").has_source,
         "seed": seed,
         "date": started.isoformat(timespec="seconds"),
         "sparselib": __version__,
@@ -333,7 +338,7 @@ def decode_once(
     """
     config, threads = packed.config, reader.threads
     check_length(tokens, context, config)
-    source = SOURCE_LENGTH if config.is_encoder_decoder else None
+    source = SOURCE_LENGTH if config.has_source else None
     engine = Engine(packed, 1, context + WARMUP + tokens, source, threads)
     rounds = time_in_rounds({"it": engine}, tokens, 1, context=context, seed=seed, reader=reader, progress=progress)
     engine.close()

@@ -22,7 +22,7 @@ from ..config import ModelConfig
 from ..decode import DTYPES, Engine
 from ..decode.engine import CHUNK
 from ..decode.layout import Layout
-from ..decode.program import Program
+from ..decode.program_terraformer import make_program
 from .roofline import FAR, Limit, Reader, Scope
 
 CONTEXT = 32  # positions in the cache before the first token
@@ -162,7 +162,7 @@ def _most(seen: np.ndarray, cores: str | None) -> int:
 def _begin(engine: Engine, context: int, generator: np.random.Generator) -> None:
     """Read a source, if there is one, and ``context`` tokens."""
     config, batch = engine.config, engine.batch
-    if not config.is_encoder_decoder:
+    if not config.has_source:
         engine.start()
     elif engine.packed.layout.encoder:
         engine.start(generator.integers(config.vocab_size, size=(batch, engine.source_len)))
@@ -220,8 +220,8 @@ def figures(times: np.ndarray, least: Limit) -> dict[str, float | int]:
 
 def engine_bytes(config: ModelConfig, dtype: str, max_len: int, threads: int) -> int:
     """Memory of an engine without encoder: weights, cache and buffers."""
-    layout, cross = Layout(config, dtype, encoder=False), config.is_encoder_decoder
-    program = Program(layout, 1, max_len, SOURCE_LENGTH * cross, CHUNK, threads)
+    layout = Layout(config, dtype, encoder=False)
+    program = make_program(layout, 1, max_len, SOURCE_LENGTH * config.has_source, CHUNK, threads)
     return layout.w_size * DTYPES[dtype].itemsize + 4 * (layout.p_size + program.size)
 
 

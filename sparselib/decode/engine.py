@@ -19,8 +19,8 @@ from ..checks import require, require_size
 from . import kernels, operations
 from .memory import allocate, require_memory
 from .pack import Packed
-from .program import PARTS, Cache, Program, units_of_a_thread
-from .program_terraformer import TerraformerProgram
+from .program import PARTS, Cache, units_of_a_thread
+from .program_terraformer import make_program
 
 CHUNK = 32  # positions of a prompt worked on at a time
 
@@ -72,8 +72,8 @@ class Engine:
         self._reads_on = self.config.architecture == "terraformer"  # the target stands behind the source
         at_once = self.max_len if self.config.architecture == "prefix_lm" else CHUNK
         rows = max(batch, at_once, self.source_len * has_source)
-        program = TerraformerProgram if self._reads_on else Program
-        self.program = program(packed.layout, batch, self.max_len, self.source_len * has_source, rows, self.threads)
+        sizes = (batch, self.max_len, self.source_len * has_source, rows, self.threads)
+        self.program = make_program(packed.layout, *sizes)
         require_memory(4 * self.program.size, f"an engine with batch {batch} and max_len {self.max_len}")
         self._m = allocate(self.program.size, np.float32)
         self._m.fill(0)  # now, so that no token waits for the system to make a page

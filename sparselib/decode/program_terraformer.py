@@ -6,8 +6,14 @@ source's. Only the target's embedded positions begin anew.
 
 from __future__ import annotations
 
-from .layout import GROUP, Dense, halves, unembedding_shape
+from .layout import GROUP, Dense, Layout, halves, unembedding_shape
 from .program import SELF, UNEMBEDDING, Cache, Program, Stream
+
+
+def make_program(layout: Layout, *sizes: int) -> Program:
+    """The program of the layout's model; ``sizes`` as :class:`Program` takes them."""
+    kind = TerraformerProgram if layout.config.architecture == "terraformer" else Program
+    return kind(layout, *sizes)
 
 
 class TerraformerProgram(Program):

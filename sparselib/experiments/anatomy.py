@@ -37,7 +37,7 @@ PARTS = {
     "cross-attention": ("cross_attention",),
     "cached keys and values": ("kv_cache",),
     "controller": ("controller",),
-    "feedforward": ("feedforward",),
+    "feedforward": ("feedforward", "recurrence"),
     "unembedding": ("unembedding",),
     "embedding, norms": ("embedding", "positions", "norms"),
 }
@@ -92,7 +92,7 @@ class Timer:
                 weights,
                 batch,
                 context + WARMUP + self.tokens,
-                SOURCE_LENGTH if weights.config.is_encoder_decoder else None,
+                SOURCE_LENGTH if weights.config.has_source else None,
                 self.reader.threads,
             )
             for name, weights in packed.items()

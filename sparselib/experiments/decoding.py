@@ -192,7 +192,7 @@ def time_configs(
         name: Engine(
             pack_random(config, dtype, seed, encoder=False),
             max_len=max_len,
-            source_len=SOURCE_LENGTH if config.is_encoder_decoder else None,
+            source_len=SOURCE_LENGTH if config.has_source else None,
             threads=reader.threads,
         )
         for name, config in configs.items()
