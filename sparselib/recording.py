@@ -103,10 +103,10 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
 
 
 def _look_at_controllers(data: DataConfig) -> Hook | None:
-    """The statistics on some windows of validation; none for an encoder-decoder, which they are not made for."""
-    if data.objective == "span":
+    """The statistics on some windows of validation; none for a model with a source, which they are not made for."""
+    if data.objective != "causal":
         return None
-    windows = load_splits(data).validation.windows[:WINDOWS]
+    windows = load_splits(data).validation_windows[:WINDOWS]
     return lambda step, model: controller_statistics(model, windows)
 
 

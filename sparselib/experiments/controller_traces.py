@@ -97,7 +97,7 @@ def at_the_end(recorded: Recorded) -> dict[str, str]:
 
 def live_statistics(live: Live) -> dict[str, float]:
     """The statistics at the end of a training of :func:`~sparselib.experiments.perplexity.train_live`."""
-    windows = load_splits(live.config.data).validation.windows
+    windows = load_splits(live.config.data).validation_windows
     return controller_statistics(live.result.model, windows[:WINDOWS])
 
 

@@ -29,4 +29,4 @@ def load_text(corpus: str, vocab_size: int, length: int) -> Text:
     train = splits.train.windows
     if train is None:
         raise ValueError(f"corpus = {corpus!r}: must be one that is in memory, not a stream")
-    return Text(splits.vocabulary, train, splits.validation.windows)
+    return Text(splits.vocabulary, train, splits.validation_windows)

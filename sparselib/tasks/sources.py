@@ -21,6 +21,7 @@ from . import c4
 from .corpora import SPLITS, STREAMED, check_shipped, corpus_checksum, load_corpus
 from .objectives import Batch, Causal, Objective, SpanCorruption
 from .tokenizers import Vocabulary, vocabulary_of
+from .toy import Digits, ToySource
 from .windows import cut, token_row, token_stream
 
 if TYPE_CHECKING:
@@ -114,12 +115,19 @@ class StreamSource:
 
 @dataclass(frozen=True)
 class Splits:
-    """What a training reads. ``checksum``: SHA-256 (hex) over what both splits' texts come from."""
+    """What a training reads. ``checksum``: SHA-256 (hex) over what both splits' texts, or examples, come from."""
 
-    train: WindowSource | StreamSource
-    validation: WindowSource
+    train: WindowSource | StreamSource | ToySource
+    validation: WindowSource | ToySource
     vocabulary: Vocabulary
     checksum: str
+
+    @property
+    def validation_windows(self) -> Tensor:
+        """All windows of validation. Errors: ValueError for a task that has none."""
+        if self.validation.windows is None:
+            raise ValueError("objective = 'toy': must be one on text, to have windows")
+        return self.validation.windows
 
     @property
     def vocab_size(self) -> int:
@@ -133,6 +141,9 @@ def load_splits(data: DataConfig) -> Splits:
     Errors: those of ``load_corpus``; ValueError for lengths that cannot be, a split with too little text, a
     ``vocab_size`` that is not the tokenizer's.
     """
+    if data.objective == "toy":
+        source, digits = ToySource(data.corpus, 2, data.length), Digits()
+        return Splits(source, source, digits, digits.checksum)
     check_shipped(data.corpus)
     checksums = "".join(corpus_checksum(data.corpus, split) for split in SPLITS)
     vocabulary = vocabulary_of(data)

@@ -13,6 +13,7 @@ from ..checks import require
 from ..config import ModelConfig, preset
 
 T5_SIZE = 32_100  # 32,000 pieces and 100 sentinels
+TASKS, TOY_SIZE = ("copy", "addition"), 16
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+=-]*$", max_length=80)]  # it becomes a file's name
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -26,26 +27,30 @@ class _Config(BaseModel):
 class DataConfig(_Config):
     """Which text, cut how.
 
-    ``corpus``: a shipped name (lm_ci, lm_laptop), "c4", or the path of a .txt, .parquet or .jsonl(.gz) file.
+    ``corpus``: a shipped name (lm_ci, lm_laptop), "c4", or the path of a .txt, .parquet or .jsonl(.gz) file; with the
+    objective "toy", "copy" or "addition".
     ``tokenizer``: "bpe" of ``vocab_size`` tokens, learned from the train split, or "t5", 32,000 pieces and 100
     sentinels.
     ``objective``: "causal" predicts the next of ``length`` tokens; "span" predicts up to ``target_length`` tokens that
-    were taken out of ``length`` (span corruption, for an encoder-decoder or a Terraformer).
+    were taken out of ``length`` (span corruption, for an encoder-decoder or a Terraformer); "toy" copies or adds up to
+    ``length`` digits, in a vocabulary of 16.
     """
 
     corpus: Annotated[str, Field(min_length=1)] = "lm_laptop"
     tokenizer: Literal["bpe", "t5"] = "bpe"
     vocab_size: Count = 4096
     length: Count = 128
-    objective: Literal["causal", "span"] = "causal"
+    objective: Literal["causal", "span", "toy"] = "causal"
     target_length: Count | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         span = self.objective == "span"
         require((self.target_length is not None) == span, "target_length", self.target_length, "given with span only")
-        pieces = self.vocab_size if self.tokenizer == "bpe" else T5_SIZE
-        require(self.vocab_size == pieces, "vocab_size", self.vocab_size, f"{pieces}, the size of tokenizer t5")
+        toy = self.objective == "toy"
+        require((self.corpus in TASKS) == toy, "corpus", self.corpus, f"one of {TASKS} with toy, another without")
+        pieces = TOY_SIZE if toy else self.vocab_size if self.tokenizer == "bpe" else T5_SIZE
+        require(self.vocab_size == pieces, "vocab_size", self.vocab_size, f"{pieces}, the size of this vocabulary")
         return self
 
 
@@ -99,10 +104,12 @@ class TrainConfig(_Config):
                 self.optimizer.warmup <= self.steps, "warmup", self.optimizer.warmup, f"at most steps = {self.steps}"
             )
         model = self.model_config_()
-        fitting = ("encoder_decoder", "terraformer") if self.data.objective == "span" else ("decoder",)
+        causal = self.data.objective == "causal"
+        fitting = ("decoder",) if causal else ("encoder_decoder", "terraformer")
         allowed = f"{' or '.join(map(repr, fitting))} for this objective"
         require(model.architecture in fitting, "model.architecture", model.architecture, allowed)
-        longest = max(self.data.length, self.data.target_length or 0)
+        extra = self.data.objective == "toy"  # the plus, or the end
+        longest = max(self.data.length + extra, self.data.target_length or 0)
         require(
             model.max_len >= longest, "model.max_len", model.max_len, f"at least the {longest} tokens of a sequence"
         )

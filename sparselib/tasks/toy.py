@@ -1,0 +1,139 @@
+"""Copying and adding decimal digits: tasks of any length, to see what a model makes of lengths it never saw.
+
+Sources: digits ("copy"), or two numbers with a plus between them ("addition"), the lowest digit first, the first number
+as long as the second or one digit longer. Targets: the same digits, or the sum's, the lowest first; then the end. A
+row's number of digits is uniform in ``shortest`` .. ``longest``. Tasks and lengths: the paper's table 4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..checks import require, require_choice, require_size
+from .objectives import Batch
+from .tokenizers import PAD, Vocabulary
+
+TASKS = ("copy", "addition")
+SYMBOLS = "0123456789+"
+END, ZERO, PLUS, VOCAB_SIZE = 1, 2, 12, 16  # digit d is ZERO + d
+EXAMPLES = 256  # of validation
+RECIPE = "1"  # raised by hand when the same seed would give other examples
+
+
+class Digits(Vocabulary):
+    """Digits and the plus sign, one token a character, in the order in which they stand."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB_SIZE, 0, END, hashlib.sha256(f"toy {RECIPE}".encode()).hexdigest())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Errors: ValueError for a text with anything else in it."""
+        for text in texts:
+            require(set(text) <= set(SYMBOLS), "text", text, f"made of {SYMBOLS}")
+        return [[ZERO + SYMBOLS.index(symbol) for symbol in text] for text in texts]
+
+    def _decode_pieces(self, ids: list[int]) -> str:
+        return "".join(SYMBOLS[token - ZERO] for token in ids if ZERO <= token <= PLUS)
+
+
+@dataclass(frozen=True)
+class ToySource:
+    """Batches as :class:`~sparselib.tasks.objectives.SpanCorruption` gives them, made as they are asked for.
+
+    Errors: ValueError for an unknown task, no digits, fewer than 2 for an addition, ``longest`` below ``shortest``.
+    """
+
+    task: str
+    shortest: int
+    longest: int
+    windows: None = None
+
+    def __post_init__(self) -> None:
+        require_choice("task", self.task, TASKS)
+        require_size("shortest", self.shortest, 1 + (self.task == "addition"))
+        require_size("longest", self.longest)
+        require(self.longest >= self.shortest, "longest", self.longest, f"at least shortest = {self.shortest}")
+
+    def batches(self, batch: int, seed: int, skip: int = 0) -> Iterator[Batch]:
+        """As :class:`~sparselib.tasks.sources.Source` says; skipping is free."""
+        require_size("batch", batch)
+        require_size("seed", seed, 0)
+        require_size("skip", skip, 0)
+        return self._batches(batch, seed, skip)
+
+    def _batches(self, batch: int, seed: int, skip: int) -> Iterator[Batch]:
+        while True:
+            yield self._make(batch, np.random.default_rng([seed, skip]))
+            skip += 1
+
+    def in_order(self, batch: int) -> Iterator[Batch]:
+        """The same ``EXAMPLES`` examples at every call, ``batch`` at a time."""
+        require_size("batch", batch)
+        whole = self._make(EXAMPLES, np.random.default_rng(0))
+        for start in range(0, EXAMPLES, batch):
+            yield {name: rows[start : start + batch] for name, rows in whole.items()}
+
+    def _make(self, batch: int, rng: np.random.Generator) -> Batch:
+        examples = [example(self.task, int(n), rng) for n in rng.integers(self.shortest, self.longest + 1, batch)]
+        source, mask = _filled([source for source, _ in examples])
+        target, target_mask = _filled([[*target, END] for _, target in examples])
+        start = torch.full((batch, 1), PAD)
+        return {"source": source, "mask": mask, "target": torch.cat([start, target], 1), "target_mask": target_mask}
+
+
+def example(task: str, n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Tokens of a source with ``n`` digits, and of its target without the end."""
+    if task == "copy":
+        digits = (ZERO + rng.integers(10, size=n)).tolist()
+        return digits, digits
+    first, second = (_number(length, rng) for length in (n - n // 2, n // 2))
+    return [*_digits(first), PLUS, *_digits(second)], _digits(first + second)
+
+
+def _number(length: int, rng: np.random.Generator) -> int:
+    """A number of ``length`` digits, the highest not 0 if there are several."""
+    digits = rng.integers(10, size=length)
+    if length > 1:
+        digits[0] = rng.integers(1, 10)
+    return int("".join(map(str, digits)))
+
+
+def _digits(number: int) -> list[int]:
+    """Tokens of a number, the lowest digit first."""
+    return [ZERO + int(digit) for digit in reversed(str(number))]
+
+
+def _filled(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Rows as int64 (B, longest) with ``PAD`` behind, and where they are real."""
+    lengths = torch.tensor([len(row) for row in rows])
+    filled = torch.full((len(rows), int(lengths.max())), PAD)
+    for row, tokens in zip(filled, rows, strict=True):
+        row[: len(tokens)] = torch.tensor(tokens)
+    return filled, torch.arange(filled.shape[1]) < lengths[:, None]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, source: ToySource, batch: int) -> dict[str, float]:
+    """Share of tokens predicted right, each from the true ones before it, and of sequences without a fault.
+
+    A sequence without a fault is what greedy decoding gives, too. The end counts as a token.
+    """
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    right = tokens = whole = rows = 0
+    for part in source.in_order(batch):
+        moved = {name: tensor.to(device) for name, tensor in part.items()}
+        logits = model(moved["source"], moved["target"][:, :-1], mask=moved["mask"])
+        hits = (logits.argmax(-1) == moved["target"][:, 1:]) | ~moved["target_mask"]
+        right += int((hits & moved["target_mask"]).sum())
+        tokens += int(moved["target_mask"].sum())
+        whole += int(hits.all(1).sum())
+        rows += len(hits)
+    model.train(was_training)
+    return {"tokens": right / tokens, "sequences": whole / rows}
