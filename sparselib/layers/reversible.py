@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..checks import require, require_choice, require_size
 from .decisions import remembered, repeated
 
-REMEMBER = ("choices", "draws", "nothing")
+REMEMBER = ("everything", "choices", "draws", "nothing")
 Function = Callable[[Tensor], Tensor]
 
 
@@ -53,8 +53,7 @@ def call(f: Function, x: Tensor, remember: str = "choices") -> tuple[Tensor, Cal
     generators = (torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(x.device)))
     with remembered() as choices:
         y = f(x)
-    keep = REMEMBER.index(remember)
-    return y, Call(generators if keep < 2 else None, choices if keep < 1 else None, autocast)
+    return y, Call(generators if remember != "nothing" else None, choices if remember == "choices" else None, autocast)
 
 
 def _gpus(device: torch.device) -> list[int]:
@@ -133,10 +132,10 @@ class _Recomputed(torch.autograd.Function):
 class ReversibleStack(nn.Module):
     """Halves one after the other: x1 <- x1 + half(x2), then the two streams change places where ``swaps`` says so.
 
-    (B, L, d) twice -> the same. ``reversible=False`` computes the same by ordinary automatic differentiation.
-    ``remember``: what the second call of a half has from the first: its random draws and ``choices`` (right), its
-    ``draws`` alone (choices are made again from rebuilt inputs), or ``nothing``. The last two give other gradients, to
-    show the harm. Keywords of :meth:`forward` go to every half, and get no gradient.
+    (B, L, d) twice -> the same. ``remember``: what the second call of a half has from the first: its random draws and
+    ``choices``, its ``draws`` alone (choices are made again from rebuilt inputs), or ``nothing``. The last two give
+    other gradients, to show the harm. With ``everything`` there is no second call: all activations are kept, as in
+    ordinary differentiation. Keywords of :meth:`forward` go to every half, and get no gradient.
     Errors: RuntimeError in the backward pass if a weight changed since the forward pass.
     """
 
@@ -144,8 +143,6 @@ class ReversibleStack(nn.Module):
         self,
         halves: Sequence[nn.Module],
         swaps: Sequence[bool] | None = None,
-        *,
-        reversible: bool = True,
         remember: str = "choices",
     ):
         super().__init__()
@@ -153,13 +150,14 @@ class ReversibleStack(nn.Module):
         self.halves = nn.ModuleList(halves)
         self.swaps = [True] * len(halves) if swaps is None else list(swaps)
         require(len(self.swaps) == len(halves), "swaps", len(self.swaps), f"one for each of {len(halves)} halves")
-        self.reversible, self.remember = reversible, remember
+        self.remember = remember
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> tuple[Tensor, Tensor]:
         same = x1.shape == x2.shape and x1.dtype == x2.dtype
         require(same, "x2", (tuple(x2.shape), x2.dtype), f"as x1, {tuple(x1.shape)} {x1.dtype}")
         weights = _parameters(self)
-        if self.reversible and torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad or weights):
+        rebuilds = self.remember != "everything" and torch.is_grad_enabled()
+        if rebuilds and (x1.requires_grad or x2.requires_grad or weights):
             return cast(tuple[Tensor, Tensor], _Reversed.apply(self, context, x1, x2, *weights))
         for half, swap in zip(self.halves, self.swaps, strict=True):
             x1 = x1 + half(x2, **context)

@@ -7,6 +7,6 @@ from .transformer import Transformer, TransformerState
 __all__ = ["Terraformer", "TerraformerState", "Transformer", "TransformerState", "make_model"]
 
 
-def make_model(config: ModelConfig) -> Transformer | Terraformer:
-    """The model that ``config.architecture`` names."""
-    return Terraformer(config) if config.architecture == "terraformer" else Transformer(config)
+def make_model(config: ModelConfig, remember: str = "choices") -> Transformer | Terraformer:
+    """The model that ``config.architecture`` names; ``remember`` is for a Terraformer."""
+    return Terraformer(config, remember=remember) if config.architecture == "terraformer" else Transformer(config)

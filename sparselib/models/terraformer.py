@@ -116,12 +116,10 @@ class Terraformer(nn.Module):
     ``two_swaps``. Decoder blocks: ``n_attentions`` times attention and swap, then feedforward and swap, causal over
     source and target together. At the end the mean of both streams, LN, the target's positions, the unembedding. One
     embedding for both sides, a position table for each. Nothing is shifted inside: logits at t are the prediction for
-    target position t + 1. ``reversible=False`` keeps all activations; ``remember``: see :class:`ReversibleStack`.
+    target position t + 1. ``remember``: what the backward pass has from the forward pass, see :class:`ReversibleStack`.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, reversible: bool = True, remember: str = "choices", two_swaps: bool = True
-    ):
+    def __init__(self, config: ModelConfig, *, remember: str = "choices", two_swaps: bool = True):
         super().__init__()
         require(config.architecture == "terraformer", "architecture", config.architecture, "'terraformer'")
         self.config = config
@@ -137,12 +135,10 @@ class Terraformer(nn.Module):
             decoder += [AttentionHalf(config, config.attention, causal=True) for _ in range(config.n_attentions)]
             decoder.append(FeedForwardHalf(config))
         swaps = [True, two_swaps] * config.n_encoder_layers
-        self.encoder = ReversibleStack(
-            encoder, swaps, reversible=reversible and config.reversible_encoder, remember=remember
-        )
+        self.encoder = ReversibleStack(encoder, swaps, remember if config.reversible_encoder else "everything")
         if not config.reversible_encoder:
             self.encoder_output, self.encoder_norm = Dense(config.d_model, config.d_model), layer_norm(config)
-        self.decoder = ReversibleStack(decoder, reversible=reversible, remember=remember)
+        self.decoder = ReversibleStack(decoder, remember=remember)
         self.norm, self.unembedding = layer_norm(config), make_unembedding(config)
 
     def forward(self, source: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:

@@ -79,6 +79,7 @@ class TrainConfig(_Config):
     ModelConfig's defaults, so that a record stays true when a preset changes. ``batch`` counts the sequences of one
     update over all processes, worked through in ``accumulate`` parts. Length: ``steps`` updates or ``epochs`` through
     the train split, one of the two. ``validate_every`` and ``checkpoint_every`` count steps (None: at the end only).
+    ``remember``: what a Terraformer keeps for the backward pass, see :class:`~sparselib.layers.ReversibleStack`.
     """
 
     experiment: Name
@@ -93,6 +94,7 @@ class TrainConfig(_Config):
     validate_every: Count | None = None
     checkpoint_every: Count | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
+    remember: Literal["everything", "choices", "draws", "nothing"] = "choices"
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
 
     @model_validator(mode="after")
@@ -109,6 +111,8 @@ class TrainConfig(_Config):
         allowed = f"{' or '.join(map(repr, fitting))} for this objective"
         require(model.architecture in fitting, "model.architecture", model.architecture, allowed)
         extra = self.data.objective == "toy"  # the plus, or the end
+        is_reversible = model.architecture == "terraformer"
+        require(is_reversible or self.remember == "choices", "remember", self.remember, "given for a terraformer")
         longest = max(self.data.length + extra, self.data.target_length or 0)
         require(
             model.max_len >= longest, "model.max_len", model.max_len, f"at least the {longest} tokens of a sequence"

@@ -81,7 +81,7 @@ def train_run(
     splits = load_splits(config.data)
     steps = _steps(config, splits)
     with _own_randomness(config.seed):
-        model = make_model(config.model_config_())
+        model = make_model(config.model_config_(), config.remember)
     trainer = Trainer(model, config.optimizer, steps, accumulate=config.accumulate, precision=config.precision)
     keeper = _Keeper(folder, config, splits.checksum, trainer)
     with _own_randomness(config.seed + trainer.accelerator.process_index), _interrupt_noted() as interrupted:

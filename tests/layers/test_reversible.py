@@ -68,7 +68,7 @@ def streams(batch=2, length=5, dtype=torch.float64):
 
 def plain(model):
     other = copy.deepcopy(model)
-    other.reversible = False
+    other.remember = "everything"
     return other
 
 
@@ -193,7 +193,9 @@ def test_a_weight_that_changed_since_the_forward_pass_is_an_error():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="remember = 'all': must be one of 'choices', 'draws', 'nothing'"):
+    with pytest.raises(
+        ValueError, match="remember = 'all': must be one of 'everything', 'choices', 'draws', 'nothing'"
+    ):
         stack(remember="all")
     with pytest.raises(ValueError, match="swaps = 3: must be one for each of 4 halves"):
         stack([True] * 3)

@@ -107,7 +107,7 @@ def test_reversing_changes_no_gradient(config, dropout, hashing, seed):
     if hashing:
         config = dataclasses.replace(config, attention="mult_conv", encoder_attention="dense", lsh=LSH)
     model = randomized(Terraformer(config), seed, scale=0.3).train()
-    plain = Terraformer(config, reversible=False).double().train()
+    plain = Terraformer(config, remember="everything").double().train()
     plain.load_state_dict(model.state_dict())
     inputs = ids(2, SOURCE, high=V, seed=seed), ids(2, TARGET, high=V, seed=seed + 1), mask_of([3, SOURCE])
     for found, expected in zip(outcome(model, *inputs), outcome(plain, *inputs), strict=True):

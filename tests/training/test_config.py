@@ -62,6 +62,7 @@ def test_span_corruption_takes_an_encoder_decoder(tmp_path):
         ({"seed": -1}, "seed = -1"),
         ({"experiment": "../figure1"}, "experiment = '../figure1'"),
         ({"precision": "fp16"}, "precision = 'fp16'"),
+        ({"remember": "draws"}, "remember = 'draws': must be given for a terraformer"),
         ({"optimizer": {"learning_rate": 0, "warmup": 5}}, "optimizer.learning_rate = 0"),
         ({"optimizer": {"learning_rate": float("inf"), "warmup": 5}}, "optimizer.learning_rate = inf"),
         ({"optimizer": {"learning_rate": 1, "warmup": 11}}, "warmup = 11: must be at most steps = 10"),
