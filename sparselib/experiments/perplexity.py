@@ -103,11 +103,15 @@ def draw_scale(sizes: Mapping[str, Recorded]) -> Figure:
 # --- learning rates ---------------------------------------------------------------------------------------------------
 
 
+TUNING = ("tuning", "tuning_again")
+
+
 def load_tuning() -> tuple[Recorded, DataFrame]:
-    """The runs of the sweep over learning rates, and a row for each of its models and rates, recorded or not."""
-    configs = planned_runs("tuning")
+    """The runs of both sweeps over learning rates, and a row for each model and rate: its mean loss, if recorded."""
+    configs = [config for name in TUNING for config in planned_runs(name)]
     kinds = [config.variant.rpartition("_")[0] for config in configs]  # before the rate
-    recorded = load([Row(c.variant, f"tuning/{c.variant}", kind) for c, kind in zip(configs, kinds, strict=True)])
+    names = [f"{config.experiment}/{config.variant}" for config in configs]
+    recorded = load([Row(c.variant, name, kind) for c, name, kind in zip(configs, names, kinds, strict=True)])
     rows = [
         {
             "variant": kind,
@@ -116,7 +120,8 @@ def load_tuning() -> tuple[Recorded, DataFrame]:
         }
         for config, kind, runs in zip(configs, kinds, recorded.runs, strict=True)
     ]
-    return recorded, DataFrame(rows)
+    frame = DataFrame(rows).astype({"loss (nats)": float})
+    return recorded, frame.groupby(["variant", "learning rate"], sort=False, as_index=False).mean()
 
 
 def tuning_table(frame: DataFrame) -> DataFrame:
@@ -125,7 +130,7 @@ def tuning_table(frame: DataFrame) -> DataFrame:
     used = {config.variant: config.optimizer.learning_rate for config in others}
     rows = []
     for variant, group in frame.groupby("variant", sort=False):
-        losses = group.dropna().set_index("learning rate")["loss (nats)"].astype(float)
+        losses = group.dropna().set_index("learning rate")["loss (nats)"]
         rates = sorted(group["learning rate"])
         best = losses.idxmin() if len(losses) else None
         rows.append(
