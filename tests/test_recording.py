@@ -48,7 +48,7 @@ def training(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSELIB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(recording, "code", lambda: Code("a" * 40, "b" * 40))
     monkeypatch.setattr(recording, "data_checksum", lambda data: CHECKSUM)
-    splits = SimpleNamespace(validation=SimpleNamespace(windows=[]))
+    splits = SimpleNamespace(validation_windows=[])
     monkeypatch.setattr(recording, "load_splits", lambda data: splits)
     fake = Training()
     monkeypatch.setattr(recording, "train_run", fake)
