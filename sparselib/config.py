@@ -269,7 +269,7 @@ _SIZES: dict[str, dict] = {
     ),
 }
 _D_FF = {"paper_800m": (4096, 6144), "paper_17b": (40960, 65536), "laptop": (512, 640), "smoke": (128, 160)}
-_CONTROLLER = {"laptop": "reference"}  # of the sparse feedforward; it learns faster than the paper's text: notebook 12
+_CONTROLLER = {"laptop": "reference"}  # of the sparse feedforward; why: the book's page on deviations
 _LOSS_SPARSITY = 4
 _SRU_UNITS = {"paper_800m": 32, "paper_17b": 32, "laptop": 16, "smoke": 8}  # of a Terraformer
 
