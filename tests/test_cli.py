@@ -166,13 +166,16 @@ def test_bench_decode_writes_both_files_and_shows_the_rows(little_memory, tmp_pa
     assert "%|" not in result.stdout  # the progress bar is on stderr
 
 
-def test_bench_machine_shows_every_number_of_threads(little_memory):
+def test_bench_machine_shows_every_number_of_threads(monkeypatch):
+    measured = staticmethod(lambda threads: roofline.Roofline(threads, 19.04 * threads, 80.4 * threads))
+    monkeypatch.setattr(roofline.Roofline, "measure", measured)
     result = call("bench", "machine")
     assert result.exit_code == 0, result.output
     rows = [line.strip("│").split("│") for line in result.output.splitlines() if line.startswith("│")]
     threads = [int(row[0]) for row in rows]
     assert threads[0] == 1 and threads[-1] == usable_threads()
-    assert all(float(row[1]) > 0 and float(row[2]) > 0 for row in rows)
+    assert [float(row[1]) for row in rows] == pytest.approx([19.04 * n for n in threads], abs=0.05)
+    assert [float(row[2]) for row in rows] == pytest.approx([80.4 * n for n in threads], abs=0.5)
 
 
 def test_decode_says_what_it_made_and_how_fast_it_was(little_memory):
