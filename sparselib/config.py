@@ -20,7 +20,7 @@ CONTROLLERS = ("paper", "reference")
 ATTENTIONS = ("dense", "mult", "conv", "mult_conv", "mult_conv_output")
 HASHING = ("dense", "mult_conv")  # attentions that can hash
 CROSS_ATTENTIONS = ("dense", "sparse")
-POSITIONS = ("learned", "sinusoidal")
+POSITIONS = ("learned", "sinusoidal", "shifted")
 PRESETS = ("paper_800m", "paper_17b", "laptop", "smoke")
 VARIANTS = ("dense", "ff", "qkv", "ff_qkv", "ff_qkv_loss")
 
@@ -75,7 +75,8 @@ class ModelConfig:
     """Everything that fixes a :class:`~sparselib.models.Transformer` or :class:`~sparselib.models.Terraformer`.
 
     Sizes: ``n_layers`` blocks in the decoder (or in the encoder of an encoder-only model), ``n_encoder_layers`` in the
-    encoder of an encoder-decoder, ``max_len`` positions in the position table.
+    encoder of an encoder-decoder, ``max_len`` positions in the position table. That is ``learned``, or fixed
+    ``sinusoidal``, or the latter read from a random start while training, ``shifted``.
 
     Feedforward: ``sparse`` is the paper's section 3.1 (one unit in every ``ff_sparsity`` = N active, chosen by a
     controller of rank ``d_lowrank``); ``block`` and ``switch`` cut ``d_ff`` in ``ff_sparsity`` experts of which one is
@@ -105,7 +106,7 @@ class ModelConfig:
     architecture: Literal["decoder", "encoder", "encoder_decoder", "prefix_lm", "terraformer"] = "decoder"
     max_len: int = 512
     dropout: float = 0.0
-    positions: Literal["learned", "sinusoidal"] = "learned"
+    positions: Literal["learned", "sinusoidal", "shifted"] = "learned"
     feedforward: Literal["dense", "sparse", "block", "switch"] = "dense"
     ff_sparsity: int = 64
     d_lowrank: int = 64

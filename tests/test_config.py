@@ -102,7 +102,7 @@ BAD_FIELDS = [
         dict(architecture="gpt"),
         r"architecture = 'gpt': must be one of 'decoder', 'encoder', 'encoder_decoder', 'prefix",
     ),
-    (dict(positions="rotary"), r"positions = 'rotary': must be one of 'learned', 'sinusoidal'"),
+    (dict(positions="rotary"), r"positions = 'rotary': must be one of 'learned', 'sinusoidal', 'shifted'"),
     (dict(controller="trax"), r"controller = 'trax': must be one of 'paper', 'reference'"),
     (dict(loss_sparsity=5), r"vocab_size = 12: must be a multiple of loss_sparsity = 5"),
     (dict(loss_sparsity=0), r"loss_sparsity = 0: must be an int of at least 1"),

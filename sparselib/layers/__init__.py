@@ -10,7 +10,7 @@ from .lsh import lsh_attend
 from .lsh_attention import DenseLSHAttention, LSHAttention, LSHState, SparseLSHAttention
 from .module_conv import ModuleConv
 from .multiplicative import MultiplicativeDense
-from .positions import LearnedPositions, SinusoidalPositions
+from .positions import LearnedPositions, ShiftedPositions, SinusoidalPositions
 from .recurrence import SRU, RecurrentBranch
 from .reversible import ReversibleStack, in_chunks
 from .selector import Selector
@@ -39,6 +39,7 @@ __all__ = [
     "ReversibleStack",
     "Selector",
     "SelfAttention",
+    "ShiftedPositions",
     "SinusoidalPositions",
     "SparseAttention",
     "SparseCrossAttention",

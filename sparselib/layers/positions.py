@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoidal positions (Vaswani et al., section 3.5) and the table trained from them."""
+"""Where a token stands: sinusoidal positions (Vaswani et al., section 3.5), and two ways of training with them."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ class LearnedPositions(SinusoidalPositions):
 
     def _hold(self, table: Tensor) -> None:
         self.table = nn.Parameter(table)
+
+
+class ShiftedPositions(SinusoidalPositions):
+    """x[t] + P[start + t]: while training, every row of whole sequences starts at a place of its own, at random.
+
+    So the model meets all ``max_len`` places in training, however short the sequences, and only distances tell it
+    anything. The reference code trains its models for copying and adding with random starts, of positions written as
+    digits in several bases; here the table is the sinusoids. Outside training as :class:`SinusoidalPositions`.
+    """
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        room = len(self.table) - x.shape[1]
+        if not self.training or offset or room < 0:
+            return super().forward(x, offset)
+        starts = torch.randint(room + 1, (len(x), 1), device=x.device)
+        return x + self.table[starts + torch.arange(x.shape[1], device=x.device)]

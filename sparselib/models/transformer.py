@@ -27,6 +27,7 @@ from ..layers import (
     LearnedPositions,
     RecurrentBranch,
     SelfAttention,
+    ShiftedPositions,
     SinusoidalPositions,
     SparseAttention,
     SparseCrossAttention,
@@ -37,7 +38,7 @@ from ..layers import (
 )
 from ..layers.base import Advance, prefill_with, step_with
 
-POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
+POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions, "shifted": ShiftedPositions}
 
 
 def make_attention(config: ModelConfig, kind: str, causal: bool) -> SelfAttention:

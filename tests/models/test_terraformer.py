@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparselib.config import ATTENTIONS, FEEDFORWARDS, LSHSizes, ModelConfig, count_parameters, decode_cost, model_parts
+from sparselib.config import (
+    ATTENTIONS,
+    FEEDFORWARDS,
+    POSITIONS,
+    LSHSizes,
+    ModelConfig,
+    count_parameters,
+    decode_cost,
+    model_parts,
+)
 from sparselib.models import Terraformer, Transformer, make_model
 from sparselib.models.terraformer import concatenate, strip
 
@@ -44,7 +53,7 @@ def configs(draw):
         n_layers=draw(st.integers(1, 2)),
         reversible_encoder=draw(st.booleans()),
         ff_chunk=draw(st.sampled_from([0, 2, 20])),
-        positions=draw(st.sampled_from(["learned", "sinusoidal"])),
+        positions=draw(st.sampled_from(POSITIONS)),
         controller=draw(st.sampled_from(["paper", "reference"])),
     )
 
