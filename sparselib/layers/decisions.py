@@ -11,19 +11,28 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, int32
+import torch
+from torch import Tensor
+
+Make = Callable[[], Tensor]
+Choose = Callable[[Make, int], Tensor]
 
 
 class _Scope(threading.local):  # autograd may work backward in a thread of its own
-    choose: Callable[[Callable[[], Tensor]], Tensor] | None = None
+    choose: Choose | None = None
 
 
 _scope = _Scope()
 
 
-def choose(make: Callable[[], Tensor]) -> Tensor:
-    """The integers that ``make`` gives; inside :func:`repeated`, those that it gave when they were remembered."""
-    return make() if _scope.choose is None else _scope.choose(make)
+def choose(make: Make, options: int) -> Tensor:
+    """The integers in 0 .. ``options`` - 1 that ``make`` gives; inside :func:`repeated`, those remembered."""
+    return make() if _scope.choose is None else _scope.choose(make, options)
+
+
+def _smallest(options: int) -> torch.dtype:
+    """The type that keeps a choice in the fewest bytes: of all that is remembered, these alone grow with depth."""
+    return torch.uint8 if options <= 2**8 else torch.int16 if options <= 2**15 else torch.int32
 
 
 def are_followed() -> bool:
@@ -37,9 +46,9 @@ def remembered() -> Iterator[list[Tensor]]:
     choices: list[Tensor] = []
     outer = _scope.choose
 
-    def remember(make: Callable[[], Tensor]) -> Tensor:
-        made = make() if outer is None else outer(make)
-        choices.append(made.to(int32))
+    def remember(make: Make, options: int) -> Tensor:
+        made = make() if outer is None else outer(make, options)
+        choices.append(made.to(_smallest(options)))
         return made
 
     with _choosing(remember):
@@ -51,7 +60,7 @@ def repeated(choices: list[Tensor]) -> Iterator[None]:
     """Inside, the choices are those remembered. Errors: RuntimeError if there are more or fewer of them."""
     rest = iter(choices)
 
-    def repeat(make: Callable[[], Tensor]) -> Tensor:
+    def repeat(make: Make, options: int) -> Tensor:
         found = next(rest, None)
         if found is None:
             raise RuntimeError(f"more than the {len(choices)} choices remembered")
@@ -64,7 +73,7 @@ def repeated(choices: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _choosing(how: Callable[[Callable[[], Tensor]], Tensor]) -> Iterator[None]:
+def _choosing(how: Choose) -> Iterator[None]:
     before, _scope.choose = _scope.choose, how
     try:
         yield

@@ -68,7 +68,7 @@ class LSHAttention(SelfAttention):
             return merge_heads(full_attend(qk, normalized(qk), v, self.causal, mask))
         # Drawn outside of the choice: when it is repeated, the generator moves on as it did the first time.
         rotations = torch.randn_like(self.rotations) if self.training else self.rotations
-        buckets = choose(lambda: hash_buckets(qk, rotations, self.sizes, mask))
+        buckets = choose(lambda: hash_buckets(qk, rotations, self.sizes, mask), self.sizes.padding_bucket + 1)
         return merge_heads(lsh_attend(qk, v, buckets, self.sizes, self.causal, mask))
 
     def _attend_on(
@@ -76,7 +76,7 @@ class LSHAttention(SelfAttention):
     ) -> tuple[Tensor, LSHState]:
         _refuse(prefix_length)
         qk = (q + k) / 2
-        buckets = choose(lambda: hash_buckets(qk, self.rotations, self.sizes))
+        buckets = choose(lambda: hash_buckets(qk, self.rotations, self.sizes), self.sizes.padding_bucket + 1)
         state = replace(
             state,
             keys=torch.cat([state.keys, normalized(qk)], dim=2),

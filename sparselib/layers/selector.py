@@ -68,7 +68,7 @@ def gumbel_of(uniform: Tensor) -> Tensor:
 
 def one_hot_of_best(z: Tensor) -> Tensor:
     """1 at the largest of the last axis, else 0, in the type of ``z``."""
-    best = choose(lambda: z.max(-1, keepdim=True).indices)
+    best = choose(lambda: z.max(-1, keepdim=True).indices, z.shape[-1])
     return torch.zeros_like(z).scatter_(-1, best, 1)
 
 

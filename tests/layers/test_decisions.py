@@ -11,16 +11,16 @@ from ..helpers import randomized, vectors
 
 def test_choices_come_back_in_order():
     with remembered() as choices:
-        first, second = (choose(lambda n=n: torch.tensor([n, n])) for n in (3, 5))
+        first, second = (choose(lambda n=n: torch.tensor([n, n]), 10) for n in (3, 5))
     with repeated(choices):
-        assert choose(lambda: torch.tensor([9])).tolist() == first.tolist() == [3, 3]
-        assert choose(lambda: torch.tensor([9])).tolist() == second.tolist() == [5, 5]
-    assert choose(lambda: torch.tensor([9])).tolist() == [9]
+        assert choose(lambda: torch.tensor([9]), 10).tolist() == first.tolist() == [3, 3]
+        assert choose(lambda: torch.tensor([9]), 10).tolist() == second.tolist() == [5, 5]
+    assert choose(lambda: torch.tensor([9]), 10).tolist() == [9]
 
 
 def test_what_is_repeated_can_be_remembered_again():
     with repeated([torch.tensor([3])]), remembered() as inner:
-        choose(lambda: torch.tensor([9]))
+        choose(lambda: torch.tensor([9]), 10)
     assert [choice.tolist() for choice in inner] == [[3]]
 
 
@@ -29,8 +29,17 @@ def test_another_number_of_choices_is_an_error(made, message):
     choices = [torch.zeros(1), torch.zeros(1)]
     with pytest.raises(RuntimeError, match=message), repeated(choices):
         for _ in range(made):
-            choose(lambda: torch.zeros(1))
+            choose(lambda: torch.zeros(1), 2)
     assert not are_followed()
+
+
+@pytest.mark.parametrize(("options", "size"), [(2, 1), (256, 1), (257, 2), (2**15, 2), (2**15 + 1, 4)])
+def test_a_choice_is_kept_in_as_few_bytes_as_hold_it(options, size):
+    with remembered() as choices:
+        choose(lambda: torch.tensor([options - 1]), options)
+    assert choices[0].element_size() == size
+    with repeated(choices):
+        assert choose(lambda: torch.tensor([0]), options).tolist() == [options - 1]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -48,7 +57,6 @@ def test_a_layer_takes_the_units_that_were_chosen_for_another_input(layer, train
     torch.manual_seed(0)
     with remembered() as choices:
         y = layer(x)
-    assert choices[0].dtype == torch.int32
     torch.manual_seed(0)
     with repeated(choices):
         assert torch.equal(layer(x), y)
