@@ -12,7 +12,9 @@ from sparselib.results import statistics
 
 from .invented import invent
 
-SWEEPS = sorted(path.stem for path in (repository() / "data" / "sweeps").glob("*.yaml"))
+FILES = sorted(path.stem for path in (repository() / "data" / "sweeps").glob("*.yaml"))
+OF_TERRAFORMER = ("appendix", "appendix_tuning", "reversible")  # notebooks 14 and 16
+SWEEPS = [name for name in FILES if name not in OF_TERRAFORMER]
 LAPTOP = [name for name in SWEEPS if name != "figure1_paper"]
 REPORTED = [name for name in LAPTOP if name not in perplexity.TUNING]
 FIGURES = [
@@ -33,7 +35,7 @@ def runs(tmp_path, monkeypatch):
     monkeypatch.setattr(statistics, "RESAMPLES", 999)
 
 
-@pytest.mark.parametrize("experiment", SWEEPS)
+@pytest.mark.parametrize("experiment", FILES)
 def test_a_sweep_is_of_its_name(experiment):
     assert {config.experiment for config in planned_runs(experiment)} == {experiment}
 
