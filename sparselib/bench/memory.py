@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,41 @@ def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes that CPU tensors made while ``step()`` runs, its backward passes included, hold at once.
 
     Exact and the same in every run: tensors that were there before count neither as held nor, where ``step`` lets go of
-    them, as freed. Not seen: memory that numba, NumPy or BLAS take for themselves, and tensors that threads started by
-    Python make. Whatever is made once only, such as a cache or the first gradients, counts in the call that makes it.
+    them, as freed. What ``step`` returns is held until the end. Not seen: memory that numba, NumPy or BLAS take for
+    themselves. Whatever is made once only, such as a cache or the first gradients, counts in the call that makes it.
     torch warns on stderr where ``step`` lets go of older tensors; those that only wait for Python's garbage collector
     are collected before.
     """
+    changes, _ = _changes(step)
+    return max(accumulate(changes, initial=0))
+
+
+def passing_bytes(step: Callable[[], object]) -> int:
+    """As :func:`peak_bytes`, of tensors alone that are gone again when ``step`` has ended.
+
+    These are a training step's activations if its weights had no gradients before: the gradients stay.
+    """
+    changes, kept = _changes(step)
+    return max(accumulate((size for index, size in enumerate(changes) if index not in kept), initial=0))
+
+
+def _changes(step: Callable[[], object]) -> tuple[list[int], set[int]]:
+    """Bytes that ``step`` takes (> 0) and gives back (< 0), in order; and which of them it has not given back."""
     os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)  # read when the process profiles for the first time
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    held = most = 0
-    live: set[int] = set()
+        made = step()
+    del made
+    changes: list[int] = []
+    live: dict[int, int] = {}  # address -> which of the changes took it
     for event in _allocations(profiler):
         address, size = event["Addr"], event["Bytes"]
         if size > 0:
-            live.add(address)
-        elif address in live:
-            live.remove(address)
-        else:
+            live[address] = len(changes)
+        elif live.pop(address, None) is None:
             continue  # older than the profile
-        held += size
-        most = max(most, held)
-    return most
+        changes.append(size)
+    return changes, set(live.values())
 
 
 def _allocations(profiler: profile) -> list[dict[str, Any]]:

@@ -106,9 +106,9 @@ def draw_scale(sizes: Mapping[str, Recorded]) -> Figure:
 TUNING = ("tuning", "tuning_again")
 
 
-def load_tuning() -> tuple[Recorded, DataFrame]:
-    """The runs of both sweeps over learning rates, and a row for each model and rate: its mean loss, if recorded."""
-    configs = [config for name in TUNING for config in planned_runs(name)]
+def load_tuning(sweeps: Sequence[str] = TUNING) -> tuple[Recorded, DataFrame]:
+    """The runs of sweeps over learning rates, and a row for each model and rate: its mean loss, if recorded."""
+    configs = [config for name in sweeps for config in planned_runs(name)]
     kinds = [config.variant.rpartition("_")[0] for config in configs]  # before the rate
     names = [f"{config.experiment}/{config.variant}" for config in configs]
     recorded = load([Row(c.variant, name, kind) for c, name, kind in zip(configs, names, kinds, strict=True)])
@@ -124,9 +124,9 @@ def load_tuning() -> tuple[Recorded, DataFrame]:
     return recorded, frame.groupby(["variant", "learning rate"], sort=False, as_index=False).mean()
 
 
-def tuning_table(frame: DataFrame) -> DataFrame:
-    """For every model the rates tried, the best of them, and the one that its other runs take."""
-    others = [*planned_runs("figure1"), *planned_runs("ablations")]
+def tuning_table(frame: DataFrame, takers: Sequence[str] = ("figure1", "ablations")) -> DataFrame:
+    """For every model the rates tried, the best of them, and the one that its runs in the sweeps ``takers`` take."""
+    others = [config for name in takers for config in planned_runs(name)]
     used = {config.variant: config.optimizer.learning_rate for config in others}
     rows = []
     for variant, group in frame.groupby("variant", sort=False):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from sparselib.bench.memory import peak_bytes
+from sparselib.bench.memory import passing_bytes, peak_bytes
 
 FLOAT = 4  # bytes
 
@@ -37,6 +37,33 @@ def test_what_is_returned_or_kept_counts_while_the_step_runs():
         return floats(100), floats(1000)
 
     assert peak_bytes(step) == FLOAT * 1110
+
+
+def test_what_passes_is_what_is_gone_at_the_end():
+    kept = []
+
+    def step():
+        first = floats(1000)
+        kept.append(floats(5000))
+        second = floats(300)
+        del first
+        kept.append(floats(7000))
+        return floats(800), second  # held, so at the end there are more of them than ever before
+
+    assert passing_bytes(step) == FLOAT * 1000
+    assert peak_bytes(step) == FLOAT * (5000 + 300 + 7000 + 800)
+
+
+def test_gradients_do_not_pass():
+    model, x = torch.nn.Linear(300, 200, bias=False), floats(50 * 300).zero_().view(50, 300)
+
+    def step():
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    results = FLOAT * 50 * 200  # the layer's, and beside it at most its square and its gradient in the making
+    assert 2 * results <= passing_bytes(step) < 4.1 * results
+    assert peak_bytes(step) >= FLOAT * 300 * 200
 
 
 @pytest.mark.parametrize("profiled", [False, True])
