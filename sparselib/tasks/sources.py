@@ -142,7 +142,7 @@ def load_splits(data: DataConfig) -> Splits:
     ``vocab_size`` that is not the tokenizer's.
     """
     if data.objective == "toy":
-        source, digits = ToySource(data.corpus, 2, data.length), Digits()
+        source, digits = ToySource(data.corpus, 2, data.length, data.growing or 0), Digits()
         return Splits(source, source, digits, digits.checksum)
     check_shipped(data.corpus)
     checksums = "".join(corpus_checksum(data.corpus, split) for split in SPLITS)

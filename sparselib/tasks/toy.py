@@ -1,8 +1,8 @@
 """Copying and adding decimal digits: tasks of any length, to see what a model makes of lengths it never saw.
 
 Sources: digits ("copy"), or two numbers with a plus between them ("addition"), the lowest digit first, the first number
-as long as the second or one digit longer. Targets: the same digits, or the sum's, the lowest first; then the end. A
-row's number of digits is uniform in ``shortest`` .. ``longest``. Tasks and lengths: the paper's table 4.
+as long as the second or one digit longer. Targets: the same digits, or the sum's, the lowest first; then the end. The
+number of digits is uniform in ``shortest`` .. ``longest``. Tasks and lengths: the paper's table 4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ TASKS = ("copy", "addition")
 SYMBOLS = "0123456789+"
 END, ZERO, PLUS, VOCAB_SIZE = 1, 2, 12, 16  # digit d is ZERO + d
 EXAMPLES = 256  # of validation
-RECIPE = "1"  # raised by hand when the same seed would give other examples
+FIRST = 8  # digits, the longest when lengths begin to grow
+RECIPE = "2"  # raised by hand when the same seed would give other examples
 
 
 class Digits(Vocabulary):
@@ -46,12 +47,15 @@ class Digits(Vocabulary):
 class ToySource:
     """Batches as :class:`~sparselib.tasks.objectives.SpanCorruption` gives them, made as they are asked for.
 
+    All rows of a batch are of one length, so that training computes on no padding; those of :meth:`in_order` differ.
+    During the first ``growing`` batches the longest grows evenly from ``FIRST`` to ``longest``.
     Errors: ValueError for an unknown task, no digits, fewer than 2 for an addition, ``longest`` below ``shortest``.
     """
 
     task: str
     shortest: int
     longest: int
+    growing: int = 0
     windows: None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +63,7 @@ class ToySource:
         require_size("shortest", self.shortest, 1 + (self.task == "addition"))
         require_size("longest", self.longest)
         require(self.longest >= self.shortest, "longest", self.longest, f"at least shortest = {self.shortest}")
+        require_size("growing", self.growing, 0)
 
     def batches(self, batch: int, seed: int, skip: int = 0) -> Iterator[Batch]:
         """As :class:`~sparselib.tasks.sources.Source` says; skipping is free."""
@@ -69,21 +74,29 @@ class ToySource:
 
     def _batches(self, batch: int, seed: int, skip: int) -> Iterator[Batch]:
         while True:
-            yield self._make(batch, np.random.default_rng([seed, skip]))
+            rng = np.random.default_rng([seed, skip])
+            length = int(rng.integers(self.shortest, self.longest_at(skip) + 1))
+            yield self._make([length] * batch, rng)
             skip += 1
+
+    def longest_at(self, index: int) -> int:
+        """Digits of the longest row that batch ``index`` may have."""
+        first = min(max(FIRST, self.shortest), self.longest)
+        return self.longest if index >= self.growing else first + (self.longest - first) * index // self.growing
 
     def in_order(self, batch: int) -> Iterator[Batch]:
         """The same ``EXAMPLES`` examples at every call, ``batch`` at a time."""
         require_size("batch", batch)
-        whole = self._make(EXAMPLES, np.random.default_rng(0))
+        rng = np.random.default_rng(0)
+        whole = self._make(rng.integers(self.shortest, self.longest + 1, EXAMPLES).tolist(), rng)
         for start in range(0, EXAMPLES, batch):
             yield {name: rows[start : start + batch] for name, rows in whole.items()}
 
-    def _make(self, batch: int, rng: np.random.Generator) -> Batch:
-        examples = [example(self.task, int(n), rng) for n in rng.integers(self.shortest, self.longest + 1, batch)]
+    def _make(self, lengths: Sequence[int], rng: np.random.Generator) -> Batch:
+        examples = [example(self.task, n, rng) for n in lengths]
         source, mask = _filled([source for source, _ in examples])
         target, target_mask = _filled([[*target, END] for _, target in examples])
-        start = torch.full((batch, 1), PAD)
+        start = torch.full((len(lengths), 1), PAD)
         return {"source": source, "mask": mask, "target": torch.cat([start, target], 1), "target_mask": target_mask}
 
 

@@ -33,7 +33,7 @@ class DataConfig(_Config):
     sentinels.
     ``objective``: "causal" predicts the next of ``length`` tokens; "span" predicts up to ``target_length`` tokens that
     were taken out of ``length`` (span corruption, for an encoder-decoder or a Terraformer); "toy" copies or adds up to
-    ``length`` digits, in a vocabulary of 16.
+    ``length`` digits, in a vocabulary of 16; over the first ``growing`` batches the longest grows to that.
     """
 
     corpus: Annotated[str, Field(min_length=1)] = "lm_laptop"
@@ -42,12 +42,14 @@ class DataConfig(_Config):
     length: Count = 128
     objective: Literal["causal", "span", "toy"] = "causal"
     target_length: Count | None = None
+    growing: Count | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         span = self.objective == "span"
         require((self.target_length is not None) == span, "target_length", self.target_length, "given with span only")
         toy = self.objective == "toy"
+        require(toy or self.growing is None, "growing", self.growing, "given with toy only")
         require((self.corpus in TASKS) == toy, "corpus", self.corpus, f"one of {TASKS} with toy, another without")
         pieces = TOY_SIZE if toy else self.vocab_size if self.tokenizer == "bpe" else T5_SIZE
         require(self.vocab_size == pieces, "vocab_size", self.vocab_size, f"{pieces}, the size of this vocabulary")

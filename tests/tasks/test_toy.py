@@ -51,11 +51,27 @@ def test_answers_are_right_and_as_long_as_asked(task, shortest, more, seed):
         assert all(ZERO <= token < ZERO + 10 or token == PLUS for token in question)
 
 
+def lengths(batch):
+    return set(batch["mask"].sum(1).tolist())
+
+
 def test_all_lengths_and_digits_come():
-    batch = next(ToySource("copy", 1, 5).batches(500, 0))
-    assert set(batch["mask"].sum(1).tolist()) == {1, 2, 3, 4, 5}
-    assert set(batch["source"][batch["mask"]].tolist()) == set(range(ZERO, ZERO + 10))
-    assert PLUS < VOCAB_SIZE
+    source = ToySource("copy", 1, 5)
+    batches = list(itertools.islice(source.batches(20, 0), 100))
+    assert all(len(lengths(batch)) == 1 for batch in batches)
+    assert set().union(*map(lengths, batches)) == lengths(next(source.in_order(EXAMPLES))) == {1, 2, 3, 4, 5}
+    assert set(batches[0]["source"].flatten().tolist()) <= set(range(ZERO, ZERO + 10)) and PLUS < VOCAB_SIZE
+    assert set().union(*(b["source"].flatten().tolist() for b in batches)) == set(range(ZERO, ZERO + 10))
+
+
+def test_lengths_grow():
+    source = ToySource("copy", 1, 28, growing=10)
+    assert [source.longest_at(index) for index in (0, 1, 5, 9, 10, 11)] == [8, 10, 18, 26, 28, 28]
+    assert all(max(lengths(b)) <= 26 for b in itertools.islice(source.batches(1, 0), 10))
+    later = itertools.islice(source.batches(1, 0, skip=10), 200)
+    assert {28} in map(lengths, later)
+    assert ToySource("copy", 10, 12, growing=2).longest_at(0) == 10
+    assert ToySource("copy", 1, 5, growing=2).longest_at(0) == 5
 
 
 def same(a, b):
@@ -130,6 +146,10 @@ def test_a_training_reads_it(task):
         (dict(objective="causal"), "corpus = 'copy': must be one of"),
         (dict(vocab_size=20), "vocab_size = 20: must be 16"),
         (dict(length=64), "model.max_len = 64: must be at least the 65 tokens"),
+        (
+            dict(corpus="lm_ci", objective="causal", vocab_size=512, growing=3),
+            "growing = 3: must be given with toy only",
+        ),
     ],
 )
 def test_configs_refused(data, message):
@@ -144,6 +164,7 @@ def test_configs_refused(data, message):
         (("copy", 0, 2), "shortest = 0: must be an int of at least 1"),
         (("addition", 1, 2), "shortest = 1: must be an int of at least 2"),
         (("copy", 3, 2), "longest = 2: must be at least shortest = 3"),
+        (("copy", 1, 2, -1), "growing = -1: must be an int of at least 0"),
     ],
 )
 def test_refusals(arguments, message):
