@@ -21,6 +21,7 @@ from .results import store
 from .results.store import RECIPE, RunRecord, key_of
 from .tasks import load_splits
 from .tasks.tokenizers import cache_dir
+from .tasks.toy import accuracies
 from .training.config import DataConfig, TrainConfig
 from .training.loop import Hook, train_run
 
@@ -67,14 +68,15 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
 
     A training that was interrupted goes on from its last checkpoint if the code is still the same, else starts again.
     At every validation ``hook(step, model)`` gives the numbers of ``extra``; without it they are the statistics of a
-    decoder's sparse feedforward. Errors: ValueError as :func:`code`, and those of ``train_run``.
+    decoder's sparse feedforward, or the accuracies at copying or adding. Errors: ValueError as :func:`code`, and those
+    of ``train_run``.
     """
     found = held(config)
     if found is not None:
         return found
     version = code()
     folder = _checkpoints(config, version)
-    look = hook or _look_at_controllers(config.data)
+    look = hook or _look(config.data)
     result = train_run(config, folder=folder, resume=True, progress=progress, on_validate=look)
     checksum = data_checksum(config.data)
     done = RunRecord(
@@ -102,8 +104,10 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
     return done
 
 
-def _look_at_controllers(data: DataConfig) -> Hook | None:
-    """The statistics on some windows of validation; none for a model with a source, which they are not made for."""
+def _look(data: DataConfig) -> Hook | None:
+    """Accuracies of a toy task; of a decoder on text, statistics on some windows of validation; else nothing."""
+    if data.objective == "toy":
+        return lambda step, model: accuracies(model, data.corpus, data.length)
     if data.objective != "causal":
         return None
     windows = load_splits(data).validation_windows[:WINDOWS]

@@ -180,3 +180,12 @@ def test_a_real_run_is_recorded_and_replays_to_the_same_losses(tmp_path, monkeyp
     assert len(run.losses) == 6 and run.tokens == 6 * 4 * 32
     assert {f"{name}.{block}" for name in STATISTICS for block in (1, 2)} == run.extra.keys()
     assert recording.replay(run, 4) < 1e-5  # the file's rounding
+
+
+def test_of_copying_the_accuracies_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSELIB_RUNS", str(tmp_path))
+    monkeypatch.setattr(recording, "code", lambda: Code("a" * 40, "b" * 40))
+    model = MODEL | dict(architecture="terraformer", n_encoder_layers=1, vocab_size=16, max_len=32)
+    data = dict(corpus="copy", objective="toy", vocab_size=16, length=8)
+    run = recording.record(config(model=model, data=data), progress=False)
+    assert run.extra.keys() == {f"{a}.{b}" for a in ("within", "beyond") for b in ("tokens", "sequences")}

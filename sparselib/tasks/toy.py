@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..checks import require, require_choice, require_size
+from ..config import ModelConfig
 from .objectives import Batch
 from .tokenizers import PAD, Vocabulary
 
@@ -23,6 +25,7 @@ TASKS = ("copy", "addition")
 SYMBOLS = "0123456789+"
 END, ZERO, PLUS, VOCAB_SIZE = 1, 2, 12, 16  # digit d is ZERO + d
 EXAMPLES = 256  # of validation
+ROWS = 16  # of a batch whose accuracy is counted
 FIRST = 8  # digits, the longest when lengths begin to grow
 RECIPE = "2"  # raised by hand when the same seed would give other examples
 
@@ -150,3 +153,24 @@ def accuracy(model: nn.Module, source: ToySource, batch: int) -> dict[str, float
         rows += len(hits)
     model.train(was_training)
     return {"tokens": right / tokens, "sequences": whole / rows}
+
+
+def ranges(longest: int) -> dict[str, tuple[int, int]]:
+    """Shortest and longest number of digits that accuracies are of, if training had up to ``longest``.
+
+    ``within``: the longest quarter of these; ``beyond``: more than twice as many, 256 to 300 for the paper's 128.
+    """
+    return {"within": (3 * longest // 4, longest), "beyond": (2 * longest, 300 * longest // 128)}
+
+
+def accuracies(model: nn.Module, task: str, longest: int) -> dict[str, float]:
+    """Both numbers of :func:`accuracy` in both :func:`ranges`, ``beyond.tokens`` and so on.
+
+    A range with more positions than the model has is left out.
+    """
+    found: dict[str, float] = {}
+    for name, (shortest, most) in ranges(longest).items():
+        if most < cast(ModelConfig, model.config).max_len:  # the end, or the plus, is one more
+            measured = accuracy(model, ToySource(task, shortest, most), ROWS)
+            found |= {f"{name}.{measure}": value for measure, value in measured.items()}
+    return found

@@ -1,6 +1,7 @@
 """Copying and adding: right answers, the lengths asked for, the same batches for the same seed, accuracies."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparselib.tasks import load_splits
-from sparselib.tasks.toy import END, EXAMPLES, PLUS, TASKS, VOCAB_SIZE, ZERO, Digits, ToySource, accuracy
+from sparselib.tasks import load_splits, toy
+from sparselib.tasks.toy import END, EXAMPLES, PLUS, TASKS, VOCAB_SIZE, ZERO, Digits, ToySource, accuracies, accuracy
 from sparselib.training import TrainConfig, train_run
 from sparselib.training import config as training
 from sparselib.training.config import TOY_SIZE
@@ -108,6 +109,17 @@ def test_accuracy_counts_tokens_and_whole_sequences():
     model = Solver(4)
     assert accuracy(model, source, 64) == {"tokens": 0.95, "sequences": 0.75}
     assert model.training
+
+
+def test_accuracies_are_of_the_longest_in_training_and_of_longer_ones():
+    assert toy.ranges(128) == {"within": (96, 128), "beyond": (256, 300)}
+    model = Solver(2)
+    model.config = SimpleNamespace(max_len=19)
+    found = accuracies(model, "copy", 8)  # beyond: 16 to 18
+    assert {name: found[f"{name}.sequences"] for name in ("within", "beyond")} == {"within": 0.5, "beyond": 0.5}
+    assert 1 - 0.5 / 6.9 < found["within.tokens"] < found["beyond.tokens"] < 1  # the end counts
+    model.config.max_len = 18
+    assert accuracies(model, "copy", 8).keys() == {"within.tokens", "within.sequences"}
 
 
 def test_digits_are_a_vocabulary():
