@@ -12,13 +12,15 @@ import numpy as np
 from pandas import DataFrame
 from torch import nn, tensor
 
+from ..config import count_parameters
 from ..results.figures import look, new_figure
 from ..results.paper import TABLE_4
 from ..results.statistics import Estimate, mean_over_seeds
 from ..results.store import RunRecord
-from ..tasks.toy import END, Digits, ToySource
-from ..training.config import DataConfig
-from .recorded import Recorded, Row
+from ..tasks.toy import END, TASKS, VOCAB_SIZE, Digits, ToySource
+from ..training.config import DataConfig, OptimizerConfig, TrainConfig
+from ..training.loop import TrainingResult, train_run
+from .recorded import Recorded, Row, planned_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +38,26 @@ def rows_of(task: str) -> tuple[Row, ...]:
         Row("positions from 0", f"{task}_parts/from_zero", "qkv"),
         Row("one attention", f"{task}_parts/one_attention", "ff_qkv"),
     )
+
+
+def sizes() -> DataFrame:
+    """One row a model: what it is made of. Both tasks have the same models."""
+    frame = []
+    for row in rows_of(TASKS[0]):
+        experiment, variant = row.run.split("/")
+        config = next(c for c in planned_runs(experiment) if c.variant == variant).model_config_()
+        frame.append(
+            {
+                "model": row.label,
+                "d_model": config.d_model,
+                "blocks": f"{config.n_encoder_layers} + {config.n_layers}",
+                "positions": config.positions,
+                "recurrent units": config.sru_units or None,
+                "attentions in a decoder block": config.attentions_in_block + config.is_encoder_decoder,
+                "weights": count_parameters(config),
+            }
+        )
+    return DataFrame(frame)
 
 
 # --- recorded runs ----------------------------------------------------------------------------------------------------
@@ -134,6 +156,24 @@ def parts(part: Recorded) -> str:
 # --- live -------------------------------------------------------------------------------------------------------------
 
 
+def train_live(*, steps: int, length: int, seed: int) -> TrainingResult:
+    """A small Terraformer that learns to copy up to ``length`` digits, here and now."""
+    sizes = {"preset": "smoke", "architecture": "terraformer", "positions": "shifted", "max_len": 4 * length}
+    config = TrainConfig(
+        experiment="live",
+        variant="terraformer",
+        model=sizes,
+        data=DataConfig(
+            corpus="copy", objective="toy", vocab_size=VOCAB_SIZE, length=length, growing=max(1, steps // 2)
+        ),
+        optimizer=OptimizerConfig(learning_rate=5e-3, warmup=steps // 10),
+        steps=steps,
+        batch=32,
+        seed=seed,
+    )
+    return train_run(config, folder=None, resume=False, progress=False)
+
+
 def answer(model: Any, source: Sequence[int], most: int) -> list[int]:
     """Greedy decoding of one source (tokens): at most ``most`` tokens, without the end."""
     tokens: list[int] = []
@@ -147,11 +187,11 @@ def answer(model: Any, source: Sequence[int], most: int) -> list[int]:
     return tokens
 
 
-def examples(model: nn.Module, data: DataConfig, lengths: Sequence[int]) -> DataFrame:
+def examples(model: nn.Module, task: str, lengths: Sequence[int]) -> DataFrame:
     """What ``model`` answers to one example of each length, the lowest digit first."""
     digits, frame = Digits(), []
     for length in lengths:
-        batch = next(ToySource(data.corpus, length, length).batches(1, seed=0))
+        batch = next(ToySource(task, length, length).batches(1, seed=0))
         source, target = batch["source"][0].tolist(), batch["target"][0, 1:-1].tolist()
         given = answer(model, source, len(target) + 5)
         frame.append(

@@ -31,8 +31,6 @@ RELATIONS = {"better": ("better",), "equal": ("equal", "better"), "worse": ("wor
 FORMATS = {
     "weights": "{:,}",
     "loss (nats)": "{:.3f}",
-    "lowest": "{:.3f}",
-    "highest": "{:.3f}",
     "difference": "{:+.3f}",
 }
 
@@ -148,8 +146,6 @@ def table(recorded: Recorded) -> DataFrame:
                 "weights": next((run.parameters for run in runs.values()), None),
                 "seeds": len(losses),
                 "loss (nats)": float(np.mean(losses)) if losses else None,
-                "lowest": min(losses, default=None),
-                "highest": max(losses, default=None),
                 "difference": gap and gap.mean,
                 "interval": gap and interval(gap),
                 "paper": row.paper or None,

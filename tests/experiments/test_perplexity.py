@@ -13,7 +13,8 @@ from sparselib.results import statistics
 from .invented import invent
 
 FILES = sorted(path.stem for path in (repository() / "data" / "sweeps").glob("*.yaml"))
-OF_TERRAFORMER = ("appendix", "appendix_tuning", "reversible")  # notebooks 14 and 16
+DIGITS = ("copy", "copy_parts", "addition", "addition_parts")  # notebook 15
+OF_TERRAFORMER = ("appendix", "appendix_tuning", "reversible", *DIGITS)  # notebooks 14 and 16
 SWEEPS = [name for name in FILES if name not in OF_TERRAFORMER]
 LAPTOP = [name for name in SWEEPS if name != "figure1_paper"]
 REPORTED = [name for name in LAPTOP if name not in perplexity.TUNING]
