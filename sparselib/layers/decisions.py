@@ -35,11 +35,6 @@ def _smallest(options: int) -> torch.dtype:
     return torch.uint8 if options <= 2**8 else torch.int16 if options <= 2**15 else torch.int32
 
 
-def are_followed() -> bool:
-    """Whether choices are being remembered or repeated here."""
-    return _scope.choose is not None
-
-
 @contextmanager
 def remembered() -> Iterator[list[Tensor]]:
     """Collects what is chosen inside, in order; inside :func:`repeated`, what is repeated."""

@@ -16,7 +16,6 @@ from ..checks import (
     require_size,
 )
 from .base import Stateless
-from .decisions import are_followed
 from .gated import Gated
 from .selector import EXACT, Selector
 
@@ -110,8 +109,7 @@ class SparseFeedForward(FeedForward):
         check_sequence(x, self.d_model)
         tokens, uniform = x.flatten(0, 1), None if uniform is None else uniform.flatten(0, 1)
         on_cpu = x.device.type == "cpu" and x.dtype in EXACT and not torch.is_autocast_enabled("cpu")
-        fused = self.training and self.select.reading == "paper" and on_cpu and not are_followed()
-        return (self.fused if fused else self.plain)(tokens, uniform).view(x.shape)
+        return (self.fused if self.training and on_cpu else self.plain)(tokens, uniform).view(x.shape)
 
     def plain(self, x: Tensor, uniform: Tensor | None = None) -> Tensor:
         """The layer as its equation reads, on every device, in training and outside: (n, d_model) -> the same."""
@@ -120,7 +118,7 @@ class SparseFeedForward(FeedForward):
         return self.output(relu_(a) * mask if self.select.reading == "paper" else relu_(a * mask))
 
     def fused(self, x: Tensor, uniform: Tensor | None = None) -> Tensor:
-        """The same in training, in the paper's reading, with kernels and a backward pass of its own for CPUs."""
+        """The same in training, with kernels and a backward pass of its own for CPUs."""
         return Gated.apply(self, uniform, x, self.w1, self.b1, self.w2, self.b2, self.c1, self.c2, self.bc)
 
     def step(self, x_t: Tensor, state: None = None) -> tuple[Tensor, None]:

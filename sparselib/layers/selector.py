@@ -27,8 +27,13 @@ def _gumbel_quantiles(dtype: torch.dtype) -> np.ndarray:
     return (-(-u.log()).log()).to(dtype).numpy()
 
 
-def add_gumbel_(z: Tensor, scale: float = 1.0) -> Tensor:
-    """``z`` becomes scale (z + g) with independent Gumbel noise g, which follows torch's seed.
+def new_seed() -> np.uint64:
+    """One draw from torch's generator."""
+    return np.uint64(torch.randint(1 << 62, ()))
+
+
+def add_gumbel_(z: Tensor, scale: float = 1.0, seed: np.uint64 | None = None) -> Tensor:
+    """``z`` becomes scale (z + g) with independent Gumbel noise g, which follows torch's seed, or on a CPU ``seed``.
 
     On a CPU by inverting the distribution at 16 random bits a number, so that g lies between -2.5 and 11.8: torch's
     uniform numbers come one after another on one core, and with two logarithms each they cost more than the layer's
@@ -37,7 +42,7 @@ def add_gumbel_(z: Tensor, scale: float = 1.0) -> Tensor:
     if z.device.type != "cpu" or z.dtype not in EXACT:
         uniform = torch.rand_like(z).clamp_(min=torch.finfo(z.dtype).tiny, max=1 - torch.finfo(z.dtype).eps)
         return z.add_(gumbel_of(uniform)).mul_(scale)
-    seed = np.uint64(torch.randint(1 << 62, ()))
+    seed = new_seed() if seed is None else seed
     _add_gumbel(seed, _gumbel_quantiles(z.dtype), z.numpy().dtype.type(scale), z.view(-1).numpy())
     return z
 
@@ -64,6 +69,22 @@ def _add_gumbel(seed: np.uint64, quantiles: np.ndarray, scale: float, z: np.ndar
 def gumbel_of(uniform: Tensor) -> Tensor:
     """-log(-log u) of numbers u in (0, 1)."""
     return -(-uniform.log()).log()
+
+
+def _best_of_rows(z: Tensor, rows: Tensor) -> Tensor:
+    """Where the largest of the last axis of z (n, X, N) is, int64 (n, X), in the ``rows`` (n,) asked for; else 0."""
+    best = torch.zeros(z.shape[:2], dtype=torch.long)
+    _find_best(z.numpy(), rows.numpy(), best.numpy())
+    return best
+
+
+@njit(nogil=True)
+def _find_best(z: np.ndarray, rows: np.ndarray, best: np.ndarray) -> None:
+    for t in range(len(z)):
+        for x in range(z.shape[1] if rows[t] else 0):
+            for n in range(1, z.shape[2]):
+                if z[t, x, n] > z[t, x, best[t, x]]:
+                    best[t, x] = n
 
 
 def one_hot_of_best(z: Tensor) -> Tensor:
@@ -106,11 +127,24 @@ class Selector(nn.Module):
         rows = self.hard_rows(z.shape[:-2].numel(), z.device).view(*z.shape[:-2], 1, 1)
         return torch.where(rows, hard + (soft - soft.detach()), soft)  # straight-through: soft's gradient everywhere
 
-    def noisy_(self, z: Tensor, uniform: Tensor | None = None) -> Tensor:
-        """``z`` becomes (z + g) / tau, without a gradient."""
-        if uniform is not None:
-            return z.add_(gumbel_of(uniform)).div_(self.temperature)
-        return add_gumbel_(z, 1 / self.temperature)
+    def decide_(self, z: Tensor, uniform: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """What training's mask of logits z (n, X, N) on a CPU is made of, by the same draws as :meth:`forward`.
+
+        The soft mask, in place of ``z``; the chosen unit of every block, int64 (n, X), of which only those of hard rows
+        count; which rows are hard, bool (n,). Without a gradient.
+        """
+        seed = new_seed() if uniform is None else None
+
+        def with_noise_(logits: Tensor, scale: float) -> Tensor:
+            return add_gumbel_(logits, scale, seed) if uniform is None else logits.add_(gumbel_of(uniform)).mul_(scale)
+
+        if self.reading == "paper":
+            noisy = with_noise_(z, 1 / self.temperature)
+        hard = self.hard_rows(len(z), z.device)
+        if self.reading != "paper":  # the noise decides hard rows alone
+            noisy = z.add(with_noise_(torch.zeros_like(z), self.temperature)) if hard.any() else z
+        best = choose(lambda: _best_of_rows(noisy, hard), z.shape[-1])
+        return torch.softmax(z, -1, out=z), best, hard
 
     def hard_rows(self, tokens: int, device: torch.device) -> Tensor:
         """Which of the tokens take the one-hot mask: bool (tokens,)."""

@@ -59,7 +59,7 @@ def test_inference_equals_the_slow_reference(case):
 
 
 @settings(max_examples=40)
-@given(case=sparse_layers(controller="paper", hard_share=0.5))
+@given(case=sparse_layers(hard_share=0.5))
 def test_fused_training_equals_the_plain_one_in_values_and_gradients(case):
     layer, x, uniform, seed = case
     layer.train()
