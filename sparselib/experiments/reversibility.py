@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from ..bench.memory import passing_bytes
 from ..config import LSHSizes, ModelConfig
+from ..layers.recurrence import scan, scan_in_steps
 from ..models import make_model
 from ..results.figures import look, new_figure
 from .recorded import Row
@@ -174,6 +176,33 @@ def draw_cost_by_length(frame: DataFrame, kinds: Mapping[str, Kind]) -> Figure:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(kinds))
     return figure
+
+
+# --- the recurrence ---------------------------------------------------------------------------------------------------
+
+
+def recurrence_times(units: int, lengths: Sequence[int], repeat: int) -> DataFrame:
+    """Median milliseconds of c_t = f_t c_{t-1} + u_t over one sequence (1, L, ``units``), three ways."""
+    ways = {"one by one (ms)": _one_by_one, "in log2 steps (ms)": scan_in_steps, "compiled loop (ms)": scan}
+    frame = []
+    for length in lengths:
+        f, u = torch.rand(1, length, units), torch.randn(1, length, units)
+        times = {
+            name: 1e3 * statistics.median([seconds_of(partial(way, f, u)) for _ in range(repeat + 1)][1:])
+            for name, way in ways.items()
+        }
+        slow, steps, loop = times.values()
+        frame.append(
+            {"positions": length} | times | {"steps, times faster": slow / steps, "loop, times faster": slow / loop}
+        )
+    return DataFrame(frame)
+
+
+def _one_by_one(f: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    cells = [u[:, 0]]
+    for t in range(1, u.shape[1]):
+        cells.append(f[:, t] * cells[-1] + u[:, t])
+    return torch.stack(cells, 1)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

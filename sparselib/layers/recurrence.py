@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..checks import check_batch, check_sequence, require_size
 from .base import Chain, Dense, Layer
+from .selector import EXACT
 
 
 class LinearScan(torch.autograd.Function):
-    """c_t = f_t c_{t-1} + u_t with c_{-1} = 0, for f and u (B, L, U), in log2 L steps over all positions."""
+    """c_t = f_t c_{t-1} + u_t with c_{-1} = 0, for f and u (B, L, U).
+
+    In log2 L steps over all positions; on a CPU, where that is log2 L times the work, in one pass by a compiled loop.
+    """
 
     @staticmethod
     def forward(ctx, f: Tensor, u: Tensor) -> Tensor:
-        c = _scan(f, u)
+        c = scan(f, u)
         ctx.save_for_backward(f, c)
         return c
 
@@ -30,12 +36,30 @@ class LinearScan(torch.autograd.Function):
         """The same recurrence from the end: g_t = grad_t + f_{t+1} g_{t+1}."""
         f, c = ctx.saved_tensors
         next_f = torch.cat([f[:, 1:], torch.zeros_like(f[:, :1])], dim=1)
-        g = _scan(next_f.flip(1), grad.flip(1)).flip(1)
+        g = scan(next_f.flip(1), grad.flip(1)).flip(1)
         before = torch.cat([torch.zeros_like(c[:, :1]), c[:, :-1]], dim=1)
         return g * before, g
 
 
-def _scan(f: Tensor, u: Tensor) -> Tensor:
+def scan(f: Tensor, u: Tensor) -> Tensor:
+    """The recurrence of :class:`LinearScan`, without its gradient."""
+    if f.device.type != "cpu" or f.dtype not in EXACT:
+        return scan_in_steps(f, u)
+    c = u.clone(memory_format=torch.contiguous_format)
+    _scan_in_order(f.contiguous().numpy(), c.numpy())
+    return c
+
+
+@njit(nogil=True)
+def _scan_in_order(f: np.ndarray, c: np.ndarray) -> None:
+    """``c`` (B, L, U) comes as u."""
+    for b in range(c.shape[0]):
+        for t in range(1, c.shape[1]):
+            for i in range(c.shape[2]):
+                c[b, t, i] += f[b, t, i] * c[b, t - 1, i]
+
+
+def scan_in_steps(f: Tensor, u: Tensor) -> Tensor:
     """After the step of width k, (f, c) at t stand for the last 2k positions up to t taken together."""
     f, c, k = f.clone(), u.clone(), 1
     while k < f.shape[1]:

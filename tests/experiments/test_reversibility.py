@@ -53,6 +53,12 @@ def test_step_times_compare_with_the_first():
     assert frame["times the first"][0] == 1 and (frame["step (s)"] > 0).all()
 
 
+def test_the_recurrence_is_timed_three_ways():
+    frame = reversibility.recurrence_times(4, (3, 300), repeat=2)
+    assert frame["positions"].tolist() == [3, 300] and (frame > 0).all(axis=None)
+    assert frame["steps, times faster"][1] == frame["one by one (ms)"][1] / frame["in log2 steps (ms)"][1]
+
+
 def test_only_new_draws_change_the_gradient_of_a_first_step():
     frame = reversibility.gradient_errors(CONFIG, SHAPE, [0, 1]).set_index(["precision", "remembered"])
     errors = frame["largest"]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparselib.layers import SRU, RecurrentBranch
-from sparselib.layers.recurrence import LinearScan
+from sparselib.layers.recurrence import LinearScan, scan, scan_in_steps
 
 from .. import slow
 from ..helpers import close, randomized, seeds, vectors
@@ -28,11 +28,19 @@ def test_branch_is_its_layers(n_layers, seed):
 def test_scan_is_the_recurrence(length, seed):
     f, u = vectors(2, length, 3, seed=seed).sigmoid(), vectors(2, length, 3, seed=seed + 1)
     kept = f.clone(), u.clone()
-    c, cell = LinearScan.apply(f, u), torch.zeros(2, 3, dtype=f.dtype)
+    cell, cells = torch.zeros(2, 3, dtype=f.dtype), []
     for t in range(length):
         cell = f[:, t] * cell + u[:, t]
-        close(c[:, t], cell)
+        cells.append(cell)
+    for way in (LinearScan.apply, scan, scan_in_steps):
+        close(way(f, u), torch.stack(cells, 1))
     assert torch.equal(f, kept[0]) and torch.equal(u, kept[1])
+
+
+def test_half_precision_and_views_are_scanned_too():
+    f, u = vectors(6, 2, 3).sigmoid().transpose(0, 1), vectors(6, 2, 3, seed=1).transpose(0, 1)
+    close(scan(f, u), scan_in_steps(f, u))
+    close(scan(f.bfloat16(), u.bfloat16()).double(), scan(f, u), atol=0.1)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
@@ -44,10 +52,11 @@ def test_gradients(length):
     assert torch.autograd.gradcheck(layer, (x,))
 
 
-def test_a_gate_that_is_shut_or_open_in_float32_gives_no_nan():
+@pytest.mark.parametrize("way", [scan, scan_in_steps])
+def test_a_gate_that_is_shut_or_open_in_float32_gives_no_nan(way):
     f = torch.zeros(1, 5000, 2)
     f[..., 1] = 1
-    c = LinearScan.apply(f, torch.ones(1, 5000, 2))
+    c = way(f, torch.ones(1, 5000, 2))
     assert torch.equal(c[0, :, 0], torch.ones(5000))
     assert torch.equal(c[0, :, 1], torch.arange(1.0, 5001))
 
