@@ -29,10 +29,13 @@ MEASURES = {"tokens": "tokens (%)", "sequences": "sequences (%)"}
 FORMATS = {f"{where}, {name}": "{:.1f}" for where in ("within", "beyond", "paper") for name in MEASURES.values()}
 
 
+TUNING = ("copy_tuning",)
+
+
 def rows_of(task: str) -> tuple[Row, ...]:
     """The models of a task: the two of table 4, then the Terraformer with one thing otherwise."""
     return (
-        Row("Transformer", f"{task}/transformer", "dense"),
+        Row("Transformer", f"{task}/dense", "dense"),
         Row("Terraformer", f"{task}/terraformer", "terraformer"),
         Row("without recurrence", f"{task}_parts/no_recurrence", "ff"),
         Row("positions from 0", f"{task}_parts/from_zero", "qkv"),
