@@ -55,7 +55,7 @@ def sizes() -> DataFrame:
                 "d_model": config.d_model,
                 "blocks": f"{config.n_encoder_layers} + {config.n_layers}",
                 "positions": config.positions,
-                "recurrent units": config.sru_units or None,
+                "recurrent units": config.sru_units,
                 "attentions in a decoder block": config.attentions_in_block + config.is_encoder_decoder,
                 "weights": count_parameters(config),
             }
