@@ -19,7 +19,8 @@ from ..checks import require, require_size
 from . import kernels, operations
 from .memory import allocate, require_memory
 from .pack import Packed
-from .program import PARTS, Cache, units_of_a_thread
+from .program import PARTS, units_of_a_thread
+from .program_memory import Cache
 from .program_terraformer import make_program
 
 CHUNK = 32  # positions of a prompt worked on at a time

@@ -7,7 +7,8 @@ source's. Only the target's embedded positions begin anew.
 from __future__ import annotations
 
 from .layout import GROUP, Dense, Layout, halves, unembedding_shape
-from .program import SELF, UNEMBEDDING, Cache, Program, Stream
+from .program import SELF, UNEMBEDDING, Program, Stream
+from .program_memory import Cache
 
 
 def make_program(layout: Layout, *sizes: int) -> Program:
