@@ -181,12 +181,36 @@ class Program(Memory):
         sizes = dict(k=module, o=module, s=shape.s, length=shape.length, width=shape.width, y_module=module, y_lane=1)
         self._op(ops.CONV, part, join=join, **source, **sizes, **fields)
 
-    def _attend(self, keys: Cache, values: Cache, visible: int, part: int) -> None:
+    def _attend(
+        self, keys: Cache, values: Cache, visible: int, part: int, hashing: dict[str, int] | None = None
+    ) -> None:
         config = self.config
         sizes = dict(k=config.d_model, heads=config.n_heads, cap=keys.length, scores=self._scores, visible=visible)
-        self._op(ops.ATTEND, part, x=self._q, y=self._attended, keys=keys.offset, values=values.offset, **sizes)
+        places = dict(x=self._q, y=self._attended, keys=keys.offset, values=values.offset)
+        self._op(ops.ATTEND, part, **(hashing or {}) | sizes | places)
 
-    def _self_attention(self, block: str, kind: str, caches: dict[str, Cache]) -> None:
+    def _hash(self, name: str, caches: dict[str, Cache], causal: bool) -> dict[str, int]:
+        """Query and key become one vector, of which all buckets are found; what an attention by them has to know.
+
+        A thread keeps to its heads from here to the end of the attention, so none waits for another in between.
+        """
+        config, lsh, keys = self.config, self.config.lsh, caches["keys"]
+        assert lsh is not None
+        fields = dict(k=config.d_model, heads=config.n_heads, rounds=lsh.n_hashes, cap=keys.length, full=lsh.full_below)
+        fields |= dict(x=self._q, keys=keys.offset, buckets=caches["buckets"].offset, order=self._order)
+        fields |= dict(a=self._found, a_row=self._found_line)
+        self._op(ops.MERGE, CACHE, join=0, **fields)
+        below, rotation, columns = 1, self._bias(f"{name}.rotations"), sum(lsh.factors) // 2
+        for n in lsh.factors:
+            factor = dict(o=n // 2, below=below, rotation=rotation, columns=columns)
+            self._op(ops.BUCKET, CACHE, join=0, **fields, **factor)
+            below, rotation = below * n, rotation + n // 2
+        if causal:
+            return fields | dict(window=lsh.window)
+        self._op(ops.SORT, CACHE, join=0, **fields)
+        return fields | dict(chunk=lsh.chunk_len, before=lsh.n_chunks_before, after=lsh.n_chunks_after)
+
+    def _self_attention(self, block: str, kind: str, caches: dict[str, Cache], causal: bool = True) -> None:
         shapes, name, x = attention_shapes(self.config, kind), f"{block}.attention", self.z
         history = caches.get("input")
         if "shared" in shapes:
@@ -195,7 +219,8 @@ class Program(Memory):
             self._spread(x, history, self.config.n_modules, SELF)
         for part, y in (("q", self._q), ("k", caches["keys"]), ("v", caches["values"])):
             self._layer(f"{name}.{part}", shapes[part], SELF, x, y, int(part == "v"), history)
-        self._attend(caches["keys"], caches["values"], ops.VISIBLE, CACHE)
+        hashing = None if self.config.lsh is None else self._hash(name, caches, causal)
+        self._attend(caches["keys"], caches["values"], ops.VISIBLE, CACHE, hashing)
         if kind == "mult_conv_output":
             self._mult(
                 f"{name}.output.layers.0", shapes["output.layers.0"], SELF, self._attended, caches["output"], True
@@ -272,7 +297,7 @@ class Program(Memory):
         self._begin("encoder.positions")
         for block in (f"encoder.blocks.{i}" for i in range(self.config.n_encoder_layers)):
             self._norm(f"{block}.attention_norm")
-            self._self_attention(block, kind, caches)
+            self._self_attention(block, kind, caches, causal=False)
             self._norm(f"{block}.feedforward_norm")
             self._feedforward(block, caches)
         self._norm("encoder.norm")

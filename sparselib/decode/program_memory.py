@@ -1,6 +1,7 @@
 """Where in the engine's memory a program reads and writes: what decoding remembers, then buffers.
 
-What is remembered (keys, values, inputs of convolutions, cells) is one line a position for each of ``batch`` slots.
+What is remembered (keys, values, buckets, inputs of convolutions, cells) is one line a position for each of ``batch``
+slots.
 Letters: R = rows that can be at work at once; T = threads; S modules, d = d_model, f = d_ff.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..config import LSHSizes
 from .layout import ALIGN, GROUP, PANEL, Layout, Mult, Shape, attention_shapes, cross_shapes, unembedding_shape
 from .products import C_SIZE, K_BLOCK
 from .simd import TILE
@@ -17,12 +19,16 @@ SOURCE = ("source_keys", "source_values")
 
 @dataclass(frozen=True)
 class Cache:
-    """Lines of ``line`` floats for each position of each slot: ``slots`` x ``length`` lines at ``offset`` in m."""
+    """Lines of ``line`` floats for each position of each slot: ``slots`` x ``length`` lines at ``offset`` in m.
+
+    ``across``: a slot is stored as (line, length), so that one number of all positions is read in order.
+    """
 
     offset: int
     slots: int
     length: int
     line: int
+    across: bool = False
 
 
 class Memory:
@@ -43,8 +49,8 @@ class Memory:
         self.size += -(-size // ALIGN) * ALIGN
         return offset
 
-    def _cache(self, slots: int, length: int, line: int) -> Cache:
-        return Cache(self._take(slots * length * line + ALIGN), slots, length, line)
+    def _cache(self, slots: int, length: int, line: int, across: bool = False) -> Cache:
+        return Cache(self._take(slots * length * line + ALIGN), slots, length, line, across)
 
     def _decoder_caches(self) -> list[dict[str, Cache]]:
         """What each decoder block remembers of the tokens so far, and of the source."""
@@ -60,8 +66,10 @@ class Memory:
         return blocks
 
     def _attention_caches(self, kind: str, slots: int, length: int, cross: bool = False) -> dict[str, Cache]:
-        """Keys, values and histories of convolutions of one attention, or with ``cross`` of a block's both."""
+        """Keys, values, buckets and histories of convolutions of one attention, or with ``cross`` of a block's both."""
         caches = {name: self._cache(slots, length, self.config.d_model) for name in ("keys", "values")}
+        if self.config.lsh is not None:
+            caches["buckets"] = self._cache(slots, length, self.config.n_heads * self.config.lsh.n_hashes, across=True)
         return caches | {n: self._cache(slots, length, self._history_line()) for n in self._histories(kind, cross)}
 
     def _cells(self, slots: int, length: int) -> dict[str, Cache]:
@@ -105,6 +113,10 @@ class Memory:
         self._line = self._take(threads * d)
         self._tile = self._take(threads * 2 * C_SIZE)
         self._scores = self._take(config.n_heads * self._most_keys)
+        self._found_line = 0 if config.lsh is None else found_size(config.lsh, self._most_keys)
+        self._found = self._take(threads * self._found_line)
+        rounds = 0 if config.lsh is None else config.lsh.n_hashes
+        self._order = self._take(config.n_heads * rounds * self.source_len)  # an encoder's positions by bucket
         mults = [s for s in self._shapes() if isinstance(s, Mult)]
         self._gated_line = max((gated_size(s) for s in mults), default=0)
         self._gated = self._take(threads * self._gated_line)
@@ -118,6 +130,13 @@ class Memory:
         kinds = {config.attention, config.attention_of_encoder}
         shapes = [shape for kind in kinds for shape in attention_shapes(config, kind).values()]
         return [*shapes, *cross_shapes(config).values(), unembedding_shape(config)]
+
+
+def found_size(sizes: LSHSizes, most_keys: int) -> int:
+    """Numbers that a thread holds: the turned vector that is hashed, later positions found and their scores."""
+    chunks = sizes.n_chunks_before + 1 + sizes.n_chunks_after
+    found = sizes.n_hashes * chunks * min(sizes.chunk_len, most_keys) + 1
+    return 2 * -(-max(found, max(sizes.factors) // 2) // ALIGN) * ALIGN
 
 
 def gated_size(shape: Mult) -> int:
