@@ -455,23 +455,37 @@ def decode_cost(
 ) -> DecodeCost:
     """Bytes of weights and cache that decoding one token touches, and the FLOPs of its matrix products.
 
-    ``context`` counts the positions attended to, the new one included (``lsh`` attends to fewer); ``source_length``
-    those of a source, whose keys and values are cached. ``bytes_per_cached`` is for these (None: as the weights; the
-    engine keeps them in fp32). Activations and the few remembered conv inputs are not counted: they stay in cache.
+    ``context`` counts the positions attended to, the new one included; ``source_length`` those of a source, whose keys
+    and values are cached. ``bytes_per_cached`` is for these (None: as the weights; the engine keeps them in fp32). With
+    ``lsh`` they are the most that hashing may find, and its rotations and buckets come on top. Activations and the few
+    remembered conv inputs are not counted: they stay in cache.
     Source: section 1 of the paper, with 4 d_model^2 + 2 d_model^2 + 2 d_model d_ff for the dense block.
     """
     require_size("context", context)
     require_size("source_length", source_length)
     require(config.has_decoder, "architecture", config.architecture, "one with a decoder")
-    cached = config.n_layers * (context + source_length * config.has_source) * config.attentions_in_block
     parts = {
         name: PartCost(part.reads * bytes_per_weight, part.flops)
         for name, part in model_parts(config).items()
         if part.reads
     }
     per_number = bytes_per_weight if bytes_per_cached is None else bytes_per_cached
-    parts["kv_cache"] = PartCost(2 * config.d_model * cached * per_number, 4 * config.d_model * cached)
+    parts["kv_cache"] = _attending(config, context, source_length, per_number)
     return DecodeCost(parts)
+
+
+def _attending(config: ModelConfig, context: int, source_length: int, per_number: float) -> PartCost:
+    """Keys, values and what hashing reads, of all layers; rotations and buckets have 4 bytes each."""
+    d, lsh, past = config.d_model, config.lsh, context + source_length * (config.architecture == "terraformer")
+    hashed, buckets, seen = 0, 0, past
+    if lsh is not None:
+        hashed = d * lsh.n_hashes * sum(lsh.factors) // 2
+        if past > max(lsh.full_below, 1):
+            buckets, seen = config.n_heads * lsh.n_hashes * past, lsh.n_hashes * min(lsh.window, past - 1)
+    n, crossed = config.n_layers * config.attentions_in_block, source_length * config.is_encoder_decoder
+    read = min(seen, past)  # what several rounds find comes from memory once
+    bytes = n * (2 * d * (read + crossed) * per_number + 4 * (hashed + buckets))
+    return PartCost(bytes, n * (4 * d * (seen + crossed) + 2 * hashed))
 
 
 def with_equal_weights(config: ModelConfig, target: int) -> ModelConfig:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparselib.config import ATTENTIONS, FEEDFORWARDS, VARIANTS, count_parameters, decode_cost, preset
+from sparselib.config import ATTENTIONS, FEEDFORWARDS, VARIANTS, LSHSizes, count_parameters, decode_cost, preset
 from sparselib.models import Transformer
 
 from .helpers import configs, ids
@@ -21,6 +21,8 @@ CASES = [
     (preset("smoke", "ff_qkv", hidden_bias=False, controller_bias=True, value_kernel_size=1, kernel_size=5), 4),
     (preset("smoke", "ff", positions="sinusoidal", dropout=0.1), 2),
 ]
+LSH = LSHSizes(n_hashes=2, n_buckets=(4, 6), chunk_len=2, full_below=5)  # up to 4 keys a round
+HASHED = [(preset("smoke", v, lsh=LSH), c) for v in ("dense", "ff_qkv") for c in (1, 5, 6, 20)]
 
 
 def ready_to_step(config, context, source_length=5):
@@ -36,7 +38,7 @@ def ready_to_step(config, context, source_length=5):
     return model, state, torch.tensor([3])
 
 
-@pytest.mark.parametrize(("config", "context"), CASES)
+@pytest.mark.parametrize(("config", "context"), CASES + HASHED)
 def test_flops_equal_those_counted_around_a_step(config, context):
     model, state, token = ready_to_step(config, context)
     # The counter knows nothing of the fused attention kernel of CPUs; as plain matrix products it counts it.
@@ -168,6 +170,21 @@ def test_a_dense_block_reads_what_section_1_says():
     assert parts["cross_attention"].bytes == pytest.approx(4 * n * 2 * d * d, rel=1e-2)
     assert parts["feedforward"].bytes == pytest.approx(4 * n * 2 * d * f, rel=1e-2)
     assert "encoder" not in parts
+
+
+@pytest.mark.parametrize(
+    ("context", "keys", "buckets"),
+    [(1, 1, 0), (5, 5, 0), (6, 6, 6), (9, 8, 9), (30, 8, 30)],  # 8: 2 rounds of 4
+)
+def test_hashing_reads_rotations_all_buckets_and_few_keys(context, keys, buckets):
+    d, heads, rounds, columns, layers = 32, 4, 2, 5, 2
+    config = preset("smoke", "qkv", lsh=LSH)
+    part = decode_cost(config, context=context, bytes_per_weight=1, bytes_per_cached=2).parts["kv_cache"]
+    assert part.bytes == layers * (2 * 2 * d * keys + 4 * heads * rounds * buckets + 4 * d * rounds * columns)
+    blocks = dict(architecture="terraformer", n_encoder_layers=1, n_attentions=3)
+    read_on = decode_cost(preset("smoke", lsh=LSH, **blocks), context=context, source_length=40).parts["kv_cache"]
+    far = decode_cost(preset("smoke", lsh=LSH), context=context + 40).parts["kv_cache"]
+    assert (read_on.bytes, read_on.flops) == (3 * far.bytes, 3 * far.flops)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from ..checks import require, require_size
 from . import kernels, operations
 from .memory import allocate, require_memory
 from .pack import Packed
-from .program import PARTS, Cache, units_of_a_thread
+from .program import PARTS, units_of_a_thread
+from .program_memory import Cache
 from .program_terraformer import make_program
 
 CHUNK = 32  # positions of a prompt worked on at a time
@@ -102,9 +103,10 @@ class Engine:
     ) -> None:
         """Begin all sequences, or ``sequences``, anew; a model with a source reads ``source`` (B, T) here.
 
-        ``mask`` (B, T): 1 = real, 0 = padding, which stands at the end. ``memory`` (B, T, d_model), the encoder's
-        output (of a Terraformer: in both streams), in place of a source: the only way where the encoder was left out of
-        the packed model.
+        ``mask`` (B, T): 1 = real, 0 = padding, which stands at the end. It is not read: of encoders that attend by
+        hashing, which sort the padding too, a row's result is the model's for its source alone. ``memory`` (B, T,
+        d_model), the encoder's output (of a Terraformer: in both streams), in place of a source: the only way where
+        the encoder was left out of the packed model.
         """
         slots, has_source = self._slots(sequences), self.config.has_source
         require(has_source or mask is None, "mask", "given", "given with a source only")
@@ -155,6 +157,7 @@ class Engine:
         require(
             architecture == "prefix_lm", "prefix_length", prefix_length, f"given to a prefix_lm, not a {architecture}"
         )
+        require(self.config.lsh is None, "prefix_length", prefix_length, "None: attention by hashing has no prefix")
         require_size("prefix_length", prefix_length, 0)
         require(prefix_length <= tokens.shape[1], "prefix_length", prefix_length, f"at most {tokens.shape[1]}")
         started = int(self._position[slots].max())
@@ -272,7 +275,10 @@ class Engine:
         return self._m[offset : offset + lines * line].reshape(lines, line)
 
     def _lines(self, cache: Cache) -> np.ndarray:  # (slots, length, line)
-        return self._buffer(cache.offset, cache.slots * cache.length, cache.line).reshape(cache.slots, cache.length, -1)
+        lines = self._buffer(cache.offset, cache.slots * cache.length, cache.line)
+        if cache.across:
+            return lines.reshape(cache.slots, cache.line, -1).swapaxes(1, 2)
+        return lines.reshape(cache.slots, cache.length, -1)
 
     def _slots(self, sequences: Sequence[int] | None) -> np.ndarray:
         if sequences is None:

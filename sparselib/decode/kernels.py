@@ -2,7 +2,8 @@
 
 A model is a program, an array of ``OP`` records (program.py writes it); its weights are one flat array ``w`` of fp32,
 bf16 (as uint16) or int8; ``p`` holds what is always fp32 (scales, biases, norms, positions); ``m`` is the memory that
-operations read and write (caches, then buffers). Nothing is allocated here. Products of matrices are in products.py.
+operations read and write (caches, then buffers). Nothing is allocated here. Products of matrices are in products.py,
+what hashing adds to attention in hashing.py.
 numba's disk cache looks at the age of the file of a kernel only, so ``BUILT_ON`` changes this one whenever those it is
 built on change.
 
@@ -15,16 +16,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from .hashing import bucket, latest, merge, nearby, put_whole, sort, whole
 from .layout import GROUP
 from .operations import (
     ATTEND,
+    BUCKET,
     CONV,
     LINEAR,
+    MERGE,
     MULT,
     NORM,
     POSITION,
     RECUR,
     SLOT,
+    SORT,
     SOURCE,
     SPARSE,
     SPREAD,
@@ -35,7 +40,8 @@ from .operations import (
 from .products import C_SIZE, barrier, clear, conv, linear, mult, mult_wide, target
 from .simd import atomic_add, atomic_load, cycles, float_of_bits, get, kernel, prefetch_read, put
 
-BUILT_ON = "f392cb73cc5d"  # the first digits of the SHA-256 of simd.py and products.py: a test says when to change them
+BUILT_ON = "d9c0f056471d"  # the first digits of the SHA-256 of what it is built on: a test says when to change them
+LOWEST = np.float32(-3e38)  # score of a position with itself in attention by hashing, which leaves it out beside others
 POSITIONS = 4  # keys or values worked on at a time
 IDLE_SPINS = 200_000  # looks for the next token before a thread goes to sleep, well under a millisecond
 
@@ -184,6 +190,8 @@ def _attend(op, m, rows, r, tid, threads):
             at = (h - lo) * width
             _dots(m, q + h * width, keys + t * op.k + at, op.k, n, width, root, op.scores + h * op.cap + t)
     for h in range(lo, hi):
+        if op.rounds:
+            put(m, op.scores + h * op.cap + rows[r, POSITION], LOWEST)
         _softmax(m, op.scores + h * op.cap, count)
     clear(m, y + lo * width, share)
     for t in range(0, count, POSITIONS):
@@ -194,6 +202,31 @@ def _attend(op, m, rows, r, tid, threads):
         for h in range(lo, hi):
             at = (h - lo) * width
             _mix(m, values + t * op.k + at, op.k, n, width, op.scores + h * op.cap + t, y + h * width)
+
+
+@kernel
+def _attend_found(op, m, rows, r, tid, threads):
+    """The same over the keys that hashing finds, and the row itself.
+
+    One softmax over the keys of all rounds, where what is found twice counts twice, is what the rounds' results give
+    when they are combined by their sums of exp(z).
+    """
+    width, found = op.k // op.heads, op.a + tid * op.a_row
+    scores, start = found + op.a_row // 2, rows[r, SLOT] * op.cap * op.k
+    for h in range(op.heads * tid // threads, op.heads * (tid + 1) // threads):
+        q, y = op.x + r * op.k + h * width, op.y + r * op.k + h * width
+        keys, values = op.keys + start + h * width, op.values + start + h * width
+        n = nearby(op, m, rows, r, h, found) if op.chunk else latest(op, m, rows, r, h, found)
+        put_whole(m, found + n, rows[r, POSITION])
+        for j in range(n):
+            _fetch(m, keys + whole(m, found + min(j + POSITIONS, n)) * op.k, width)
+            _fetch(m, values + whole(m, found + j) * op.k, width)
+            _dots(m, q, keys + whole(m, found + j) * op.k, 0, 1, width, np.float32(1 / np.sqrt(width)), scores + j)
+        put(m, scores + n, LOWEST)
+        _softmax(m, scores, n + 1)
+        clear(m, y, width)
+        for j in range(n + 1):
+            _mix(m, values + whole(m, found + j) * op.k, 0, 1, width, scores + j, y)
 
 
 @kernel
@@ -310,13 +343,22 @@ def run(tid, threads, program, start, end, w, p, m, rows, n, last, units, sync, 
                 if op.code == NORM:
                     _norm(op, p, m, r, tid, threads)
                 elif op.code == ATTEND:
-                    _attend(op, m, rows, r, tid, threads)
+                    if op.rounds and rows[r, op.visible] > op.full:
+                        _attend_found(op, m, rows, r, tid, threads)
+                    else:
+                        _attend(op, m, rows, r, tid, threads)
                 elif op.code == UNITS:
                     _units(op, w, p, m, units, r, tid, threads)
                 elif op.code == SPREAD:
                     _spread(op, m, rows, r, tid, threads)
                 elif op.code == RECUR:
                     _recur(op, m, rows, r, tid, threads)
+                elif op.code == MERGE:
+                    merge(op, m, rows, r, tid, threads)
+                elif op.code == BUCKET:
+                    bucket(op, p, m, rows, r, tid, threads)
+                elif op.code == SORT:
+                    sort(op, m, rows, r, tid, threads)
                 else:
                     _embed(op, w, p, m, rows, r, op.k * tid // threads, op.k * (tid + 1) // threads)
         if op.join:

@@ -1,8 +1,8 @@
 """Where each weight of a model lies in the engine's two flat arrays: known from the config alone.
 
-``w`` holds the matrices in the packed dtype, ``p`` what is always fp32: biases, norms, positions, and with int8 one
-scale for each row of a matrix. A matrix is named as in the model's ``state_dict`` and stored with its rows (outputs,
-hidden units, modules) 16, 8 or 1 side by side: (rows / side, columns, side), rows filled up to a multiple.
+``w`` holds the matrices in the packed dtype, ``p`` what is always fp32: biases, norms, positions, rotations, and with
+int8 one scale for each row of a matrix. A matrix is named as in the model's ``state_dict`` and stored with its rows
+(outputs, hidden units, modules) 16, 8 or 1 side by side: (rows / side, columns, side), rows filled up to a multiple.
 Letters: S modules of width M; F, k = a convolution's kernel over positions and modules; f = d_ff; r = d_lowrank.
 """
 
@@ -40,12 +40,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """``size`` numbers at ``offset`` in p; ``initial`` in random models, None: the sinusoids of positions."""
+    """``size`` numbers at ``offset`` in p; in random models ``initial``, None: the sinusoids of positions, and normal
+    draws of this ``deviation`` around it."""
 
     name: str
     size: int
     offset: int
     initial: float | None
+    deviation: float
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,9 @@ class Layout:
     def _attention(self, name: str, kind: str) -> None:
         for part, shape in attention_shapes(self.config, kind).items():
             self.layer(f"{name}.{part}", shape)
+        if self.config.lsh is not None:
+            n_hashes, turns = self.config.lsh.n_hashes, sum(self.config.lsh.factors) // 2
+            self._vector(f"{name}.rotations", self.config.d_model * n_hashes * turns, deviation=1.0)
 
     def _stack(self, name: str, n_layers: int, kind: str, cross: bool) -> None:
         config = self.config
@@ -232,8 +237,8 @@ class Layout:
         self.matrices[name] = matrix
         self.w_size += _aligned(matrix.size)
 
-    def _vector(self, name: str, size: int, initial: float | None = 0.0) -> Vector:
-        vector = self.vectors[name] = Vector(name, size, self.p_size, initial)
+    def _vector(self, name: str, size: int, initial: float | None = 0.0, deviation: float = 0.0) -> Vector:
+        vector = self.vectors[name] = Vector(name, size, self.p_size, initial, deviation)
         self.p_size += _aligned(size)
         return vector
 

@@ -17,8 +17,10 @@ FIELDS = (
     " next next_step"  # where the next operation's weights begin, and a thread's share of them
     " z gamma beta other"  # norm; other: a second stream to take the mean with, -1 for none
     " relative"  # embed: whether positions are counted from the end of the source
+    " buckets rounds order rotation columns below"  # hashing; rotation: in p; below: what a factor's arg-max counts
+    " full window chunk before after"  # attend by hashing, as in LSHSizes; chunk: 0 where a position sees the past only
 )
 OP = np.dtype([(name, np.int64) for name in FIELDS.split()])
-EMBED, NORM, LINEAR, MULT, CONV, SPREAD, ATTEND, UNITS, RECUR = range(9)
+EMBED, NORM, LINEAR, MULT, CONV, SPREAD, ATTEND, UNITS, RECUR, MERGE, BUCKET, SORT = range(12)
 SPARSE, BLOCK, SWITCH = range(3)  # ``kind`` of UNITS
 TOKEN, SLOT, POSITION, VISIBLE, SOURCE = range(5)  # columns of ``rows``: VISIBLE, SOURCE count keys to attend to

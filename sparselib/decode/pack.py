@@ -131,6 +131,9 @@ def pack_random(
             progress(size)
     for vector in layout.named():
         values = sinusoids(config.max_len, config.d_model).numpy() if vector.initial is None else vector.initial
+        if vector.deviation:
+            draws = np.random.default_rng((seed, vector.offset))
+            values = draws.normal(values, vector.deviation, vector.size)
         packed.p[vector.offset : vector.offset + vector.size] = np.ravel(values)
     return packed
 
@@ -144,7 +147,9 @@ def _fill(w: np.ndarray, chunk: tuple[int, int, np.float32], seed: int) -> int:
 def _empty(config: ModelConfig, dtype: str, encoder: bool) -> Packed:
     require_choice("dtype", dtype, tuple(DTYPES))
     require(config.has_decoder, "architecture", config.architecture, "one with a decoder")
-    require(config.lsh is None, "lsh", config.lsh, "None: the engine attends to all")
+    if config.lsh is not None:
+        few = config.lsh.padding_bucket < 2**31
+        require(few, "lsh.n_buckets", config.lsh.n_buckets, "fewer than 2^31 in all: a bucket is kept in 32 bits")
     layout = Layout(config, dtype, encoder)
     bytes = layout.w_size * DTYPES[dtype].itemsize + 4 * layout.p_size
     require_memory(bytes, f"packing {layout.w_size / 1e9:.2f} billion weights as {dtype}")

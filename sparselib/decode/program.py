@@ -1,9 +1,7 @@
-"""What a model does for a token, as a list of operations, and where in memory they read and write.
+"""What a model does for a token, as a list of operations; where in memory they read and write: program_memory.py.
 
-The memory ``m`` begins with what decoding remembers (keys, values, inputs of convolutions: one line a position for each
-of ``batch`` slots), then come buffers. A layer's result is not added to the residual stream x by the layer, but by the
-next norm, which reads it anyway. Of two such streams (Terraformer) a half reads one, and its result belongs to the
-other, which the next half reads.
+A layer's result is not added to the residual stream x by the layer, but by the next norm, which reads it anyway. Of two
+such streams (Terraformer) a half reads one, and its result belongs to the other, which the next half reads.
 Letters: B = batch; R = rows that can be at work at once; T = threads; S modules, d = d_model, f = d_ff.
 """
 
@@ -17,7 +15,6 @@ import numpy as np
 from ..config import ModelConfig
 from . import operations as ops
 from .layout import (
-    ALIGN,
     GROUP,
     PANEL,
     Conv,
@@ -30,8 +27,7 @@ from .layout import (
     recurrent_shapes,
     unembedding_shape,
 )
-from .products import C_SIZE, K_BLOCK
-from .simd import TILE
+from .program_memory import Cache, Memory
 
 PARTS = (
     "embedding",
@@ -45,18 +41,7 @@ PARTS = (
     "unembedding",
 )
 EMBEDDING, NORMS, SELF, CROSS, CACHE, CONTROLLER, FEEDFORWARD, RECURRENCE, UNEMBEDDING = range(len(PARTS))
-SOURCE = ("source_keys", "source_values")
 KINDS = {"sparse": ops.SPARSE, "block": ops.BLOCK, "switch": ops.SWITCH}
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Lines of ``line`` floats for each position of each slot: ``slots`` x ``length`` lines at ``offset`` in m."""
-
-    offset: int
-    slots: int
-    length: int
-    line: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ class Stream:
     delta: Delta = Delta()
 
 
-class Program:
+class Program(Memory):
     """Operations of the encoder, of what the decoder keeps of its output, of the decoder's body and of its head.
 
     ``encode``, ``remember``, ``body`` and ``head`` are (start, end) in ``operations``; head follows body. The encoder's
@@ -85,16 +70,9 @@ class Program:
     """
 
     def __init__(self, layout: Layout, batch: int, max_len: int, source_len: int, rows: int, threads: int):
-        self.layout, self.config = layout, layout.config
-        self.batch, self.max_len, self.source_len, self.rows, self.threads = batch, max_len, source_len, rows, threads
-        self.size = 0  # floats of m
-        self.caches: list[Cache] = []  # what decoding remembers of the tokens so far
-        self.source_caches: list[Cache] = []  # keys and values of the encoder's output
+        super().__init__(layout, batch, max_len, source_len, rows, threads)
         self._ops: list[dict[str, int]] = []
         has_source = self.config.has_source
-        self._decoder = self._decoder_caches()
-        self.state_size = self.size
-        self._make_buffers()
         self.encode = self._section(self._encode) if has_source and layout.encoder else None
         self.remember = self._section(self._remember) if has_source else None
         self.body, self.head = self._section(self._body), self._section(self._head)
@@ -103,92 +81,6 @@ class Program:
         for place, op in enumerate(self._ops):
             for name, value in op.items():
                 self.operations[place][name] = value
-
-    # --- memory ---
-
-    def _take(self, size: int) -> int:
-        """``size`` floats of m, from a cache line's start."""
-        offset = self.size
-        self.size += -(-size // ALIGN) * ALIGN
-        return offset
-
-    def _cache(self, slots: int, length: int, line: int) -> Cache:
-        return Cache(self._take(slots * length * line + ALIGN), slots, length, line)
-
-    def _decoder_caches(self) -> list[dict[str, Cache]]:
-        """What each decoder block remembers of the tokens so far, and of the source."""
-        config, cross = self.config, self.config.is_encoder_decoder
-        blocks = []
-        for _ in range(config.n_layers):
-            caches = self._attention_caches(config.attention, self.batch, self.max_len, cross)
-            caches |= self._cells(self.batch, self.max_len)
-            self.caches += caches.values()
-            source = {name: self._cache(self.batch, self.source_len, config.d_model) for name in SOURCE if cross}
-            self.source_caches += source.values()
-            blocks.append(caches | source)
-        return blocks
-
-    def _attention_caches(self, kind: str, slots: int, length: int, cross: bool = False) -> dict[str, Cache]:
-        """Keys, values and histories of convolutions of one attention, or with ``cross`` of a block's both."""
-        caches = {name: self._cache(slots, length, self.config.d_model) for name in ("keys", "values")}
-        return caches | {n: self._cache(slots, length, self._history_line()) for n in self._histories(kind, cross)}
-
-    def _cells(self, slots: int, length: int) -> dict[str, Cache]:
-        """Cells of the recurrent units beside one feedforward."""
-        config = self.config
-        units = range(1, config.sru_layers + 1) if config.sru_units else ()
-        return {f"cell{i}": self._cache(slots, length, config.sru_units) for i in units}
-
-    def _histories(self, kind: str, cross: bool) -> list[str]:
-        names = ["input"] if "conv" in kind else []
-        names += ["output"] if kind in ("conv", "mult_conv_output") else []
-        return names + (["query"] if cross and self.config.cross_attention == "sparse" else [])
-
-    @property
-    def _pad(self) -> int:
-        return max(self.config.kernel_size, self.config.v_kernel) // 2
-
-    @property
-    def _lanes(self) -> int:
-        """Floats between one feature of all modules and the next: zeros on both sides, a whole number of tiles."""
-        return -(-self.config.n_modules // GROUP) * GROUP + 2 * self._pad
-
-    @property
-    def _most_keys(self) -> int:
-        """Positions that an attention may see."""
-        return max(self.max_len, self.source_len)
-
-    def _history_line(self) -> int:
-        return self.config.d_model // self.config.n_modules * self._lanes
-
-    def _make_buffers(self) -> None:
-        config, rows, threads = self.config, self.rows, self.threads
-        d, f, lines = config.d_model, config.d_ff, rows + GROUP  # a tile may read beyond the last row
-        self._buffers = [self._take(lines * d) for _ in range(3)]  # of streams: two, and one to write to
-        self.z, self._q, self._attended = (self._take(lines * d) for _ in range(3))
-        self._out = self._take(2 * lines * d)  # of the dense feedforward, and of the recurrence beside it
-        self._narrow, self._gates = self._take(2 * lines * config.sru_units), self._take(3 * lines * config.sru_units)
-        self._low = self._take(lines * config.d_lowrank)
-        self._hidden = self._take(lines * f)  # hidden units, or the controller's logits
-        self._summed = self._take((threads * rows + lines) * d)  # of each thread's units, and of the recurrence
-        self._line = self._take(threads * d)
-        self._tile = self._take(threads * 2 * C_SIZE)
-        self._scores = self._take(config.n_heads * self._most_keys)
-        mults = [s for s in self._shapes() if isinstance(s, Mult)]
-        self._gated_line = max((gated_size(s) for s in mults), default=0)
-        self._gated = self._take(threads * self._gated_line)
-        self._sums_line = max((sums_size(s) for s in mults), default=0)
-        self._sums = self._take(2 * threads * self._sums_line)
-        self.logits = self._take(lines * config.vocab_size)
-        self.given = [self.z]
-
-    def _shapes(self) -> list[Shape]:
-        config = self.config
-        kinds = {config.attention, config.attention_of_encoder}
-        shapes = [shape for kind in kinds for shape in attention_shapes(config, kind).values()]
-        return [*shapes, *cross_shapes(config).values(), unembedding_shape(config)]
-
-    # --- operations ---
 
     def _section(self, write: Any) -> tuple[int, int]:
         start = len(self._ops)
@@ -289,12 +181,36 @@ class Program:
         sizes = dict(k=module, o=module, s=shape.s, length=shape.length, width=shape.width, y_module=module, y_lane=1)
         self._op(ops.CONV, part, join=join, **source, **sizes, **fields)
 
-    def _attend(self, keys: Cache, values: Cache, visible: int, part: int) -> None:
+    def _attend(
+        self, keys: Cache, values: Cache, visible: int, part: int, hashing: dict[str, int] | None = None
+    ) -> None:
         config = self.config
         sizes = dict(k=config.d_model, heads=config.n_heads, cap=keys.length, scores=self._scores, visible=visible)
-        self._op(ops.ATTEND, part, x=self._q, y=self._attended, keys=keys.offset, values=values.offset, **sizes)
+        places = dict(x=self._q, y=self._attended, keys=keys.offset, values=values.offset)
+        self._op(ops.ATTEND, part, **(hashing or {}) | sizes | places)
 
-    def _self_attention(self, block: str, kind: str, caches: dict[str, Cache]) -> None:
+    def _hash(self, name: str, caches: dict[str, Cache], causal: bool) -> dict[str, int]:
+        """Query and key become one vector, of which all buckets are found; what an attention by them has to know.
+
+        A thread keeps to its heads from here to the end of the attention, so none waits for another in between.
+        """
+        config, lsh, keys = self.config, self.config.lsh, caches["keys"]
+        assert lsh is not None
+        fields = dict(k=config.d_model, heads=config.n_heads, rounds=lsh.n_hashes, cap=keys.length, full=lsh.full_below)
+        fields |= dict(x=self._q, keys=keys.offset, buckets=caches["buckets"].offset, order=self._order)
+        fields |= dict(a=self._found, a_row=self._found_line)
+        self._op(ops.MERGE, CACHE, join=0, **fields)
+        below, rotation, columns = 1, self._bias(f"{name}.rotations"), sum(lsh.factors) // 2
+        for n in lsh.factors:
+            factor = dict(o=n // 2, below=below, rotation=rotation, columns=columns)
+            self._op(ops.BUCKET, CACHE, join=0, **fields, **factor)
+            below, rotation = below * n, rotation + n // 2
+        if causal:
+            return fields | dict(window=lsh.window)
+        self._op(ops.SORT, CACHE, join=0, **fields)
+        return fields | dict(chunk=lsh.chunk_len, before=lsh.n_chunks_before, after=lsh.n_chunks_after)
+
+    def _self_attention(self, block: str, kind: str, caches: dict[str, Cache], causal: bool = True) -> None:
         shapes, name, x = attention_shapes(self.config, kind), f"{block}.attention", self.z
         history = caches.get("input")
         if "shared" in shapes:
@@ -303,7 +219,8 @@ class Program:
             self._spread(x, history, self.config.n_modules, SELF)
         for part, y in (("q", self._q), ("k", caches["keys"]), ("v", caches["values"])):
             self._layer(f"{name}.{part}", shapes[part], SELF, x, y, int(part == "v"), history)
-        self._attend(caches["keys"], caches["values"], ops.VISIBLE, CACHE)
+        hashing = None if self.config.lsh is None else self._hash(name, caches, causal)
+        self._attend(caches["keys"], caches["values"], ops.VISIBLE, CACHE, hashing)
         if kind == "mult_conv_output":
             self._mult(
                 f"{name}.output.layers.0", shapes["output.layers.0"], SELF, self._attended, caches["output"], True
@@ -380,7 +297,7 @@ class Program:
         self._begin("encoder.positions")
         for block in (f"encoder.blocks.{i}" for i in range(self.config.n_encoder_layers)):
             self._norm(f"{block}.attention_norm")
-            self._self_attention(block, kind, caches)
+            self._self_attention(block, kind, caches, causal=False)
             self._norm(f"{block}.feedforward_norm")
             self._feedforward(block, caches)
         self._norm("encoder.norm")
@@ -409,19 +326,6 @@ class Program:
         self._last = 1
         self._norm("stack.norm")
         self._layer("unembedding", unembedding_shape(self.config), UNEMBEDDING, self.z, self.logits)
-
-
-def gated_size(shape: Mult) -> int:
-    """Floats of gated inputs that a thread holds at a time."""
-    inputs = shape.d_in if shape.s <= GROUP else K_BLOCK
-    return -(-shape.s // GROUP) * GROUP * inputs + ALIGN
-
-
-def sums_size(shape: Mult) -> int:
-    """Floats of a thread's sums over its share of the inputs, all outputs in whole tiles."""
-    if shape.s <= GROUP:
-        return 0
-    return -(-shape.s // TILE) * -(-shape.d_out // shape.s // PANEL) * C_SIZE
 
 
 def units_of_a_thread(config: ModelConfig, threads: int) -> int:

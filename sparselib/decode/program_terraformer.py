@@ -7,7 +7,8 @@ source's. Only the target's embedded positions begin anew.
 from __future__ import annotations
 
 from .layout import GROUP, Dense, Layout, halves, unembedding_shape
-from .program import SELF, UNEMBEDDING, Cache, Program, Stream
+from .program import SELF, UNEMBEDDING, Program, Stream
+from .program_memory import Cache
 
 
 def make_program(layout: Layout, *sizes: int) -> Program:
@@ -39,13 +40,13 @@ class TerraformerProgram(Program):
     def _half_caches(self, kind: str | None, slots: int, length: int) -> dict[str, Cache]:
         return self._cells(slots, length) if kind is None else self._attention_caches(kind, slots, length)
 
-    def _half(self, name: str, kind: str | None, caches: dict[str, Cache]) -> None:
+    def _half(self, name: str, kind: str | None, caches: dict[str, Cache], causal: bool = True) -> None:
         """The last stream is read, the first one gets the result, then they change places."""
         self._norm(f"{name}.norm")
         if kind is None:
             self._feedforward(name, caches)
         else:
-            self._self_attention(name, kind, caches)
+            self._self_attention(name, kind, caches, causal)
         self._streams.reverse()
 
     def _encode(self) -> None:
@@ -53,7 +54,7 @@ class TerraformerProgram(Program):
         config = self.config
         self._begin("source_positions", streams=2)
         for name, kind in halves("encoder", config.n_encoder_layers, 1, config.attention_of_encoder):
-            self._half(name, kind, self._half_caches(kind, 1, self.source_len))
+            self._half(name, kind, self._half_caches(kind, 1, self.source_len), causal=False)
         if config.reversible_encoder:
             for y in reversed(self.given):
                 self._norm("norm", y=y, z=self.z)  # for the stream alone

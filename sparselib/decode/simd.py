@@ -83,6 +83,11 @@ def float_of_bits(typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
 
 
+@intrinsic
+def bits_of_float(typing: Any, x: Any) -> Any:
+    return types.int32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
+
+
 def _emit_prefetch(builder: Any, pointer: Any, write: int) -> None:
     pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     i32 = ir.IntType(32)

@@ -1,6 +1,7 @@
 """Engines beside the models they were packed from, and models made of packed weights."""
 
 import contextlib
+from unittest import mock
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from sparselib.config import ATTENTIONS, CROSS_ATTENTIONS, FEEDFORWARDS, POSITIONS, ModelConfig
 from sparselib.decode import Engine, pack
 from sparselib.decode.layout import TAPS, TRANSPOSED
+from sparselib.layers import lsh_attention
 from sparselib.models import make_model
 
 from ..models.build import DECODING
@@ -48,17 +50,28 @@ def ends(sizes):
 
 @contextlib.contextmanager
 def smallest_gap(model):
-    """Collects how far the best of a controller's logits lay above the second: a choice by a hair may differ."""
-    gaps = [1.0]
+    """Collects how far the best of what is chosen from lay above the second: a choice by a hair may differ.
 
-    def note(layer, arguments):
-        x = arguments[0].detach()
-        z = (x @ layer.c).unsqueeze(-2) if hasattr(layer, "c") else layer.logits(x)
+    A controller's logits, and, times 100, what attention hashes by: a hash chooses far more often, out of short sums.
+    """
+    gaps, hash_buckets = [1.0], lsh_attention.hash_buckets
+
+    def note(z, times=1.0):
         best = z.detach().topk(2, dim=-1).values
-        gaps.append(float((best[..., 0] - best[..., 1]).min()))
+        gaps.append(times * float((best[..., 0] - best[..., 1]).min()))
 
-    hooks = [m.register_forward_pre_hook(note) for m in model.modules() if hasattr(m, "c") or hasattr(m, "c1")]
-    yield lambda: min(gaps)
+    def note_logits(layer, arguments):
+        x = arguments[0].detach()
+        note((x @ layer.c).unsqueeze(-2) if hasattr(layer, "c") else layer.logits(x))
+
+    def note_hash(qk, rotations, sizes, mask=None):
+        for u in (qk[:, :, None] @ rotations).split([n // 2 for n in sizes.factors], dim=-1):
+            note(torch.cat([u, -u], dim=-1), times=100)
+        return hash_buckets(qk, rotations, sizes, mask)
+
+    hooks = [m.register_forward_pre_hook(note_logits) for m in model.modules() if hasattr(m, "c") or hasattr(m, "c1")]
+    with mock.patch.object(lsh_attention, "hash_buckets", note_hash):
+        yield lambda: min(gaps)
     for hook in hooks:
         hook.remove()
 

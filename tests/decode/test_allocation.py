@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 from numba.core.runtime import _nrt_python, rtsys
 
-from sparselib.config import preset
+from sparselib.config import LSHSizes, preset
 from sparselib.decode import DTYPES, Engine, pack_random
 
 KILOBYTES = 1024
 
 
+LSH = LSHSizes(n_hashes=2, n_buckets=(2, 2), chunk_len=1)  # the encoder's source of three is sorted
 ARRAYS = 9  # handed to compiled code for a token by each thread; numba notes each of them in a small record
 
 
-@pytest.fixture(params=itertools.product(DTYPES, (1, 2)), ids=str)
+@pytest.fixture(params=[*itertools.product(DTYPES, (1, 2), (None,)), ("fp32", 2, LSH)], ids=str)
 def engine(request):
-    dtype, threads = request.param
-    config = preset("smoke", "ff_qkv_loss", architecture="encoder_decoder", n_encoder_layers=1)
+    dtype, threads, lsh = request.param
+    config = preset("smoke", "ff_qkv_loss", architecture="encoder_decoder", n_encoder_layers=1, lsh=lsh)
     engine = Engine(pack_random(config, dtype), batch=3, threads=threads)
     engine.start([[1, 2, 3]] * 3)
     engine.step([1, 2, 3])

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparselib.decode import kernels, products, simd
+from sparselib.decode import hashing, kernels, products, simd
+
+BUILT_ON = [(products, [simd]), (hashing, [simd, products]), (kernels, [simd, products, hashing])]
 
 
-@pytest.mark.parametrize(("module", "built_on"), [(products, [simd]), (kernels, [simd, products])])
+@pytest.mark.parametrize(("module", "built_on"), BUILT_ON)
 def test_numba_compiles_again_when_what_a_file_is_built_on_changes(module, built_on):
     """numba's cache sees that a kernel's own file changed, not the files of kernels that it calls."""
     digest = hashlib.sha256(b"".join(Path(part.__file__).read_bytes() for part in built_on)).hexdigest()[:12]

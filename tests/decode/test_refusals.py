@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from sparselib.config import LSHSizes
 from sparselib.decode import Engine, pack, pack_random
 
 from ..models.build import Inputs, make
@@ -113,6 +114,7 @@ def test_rewinding_beyond_one_sequence_is_refused(engine):
         dict(d_model=12),
         dict(attention="dense"),
         dict(attention="mult_conv_output"),
+        dict(lsh=LSHSizes(n_hashes=1, n_buckets=2, chunk_len=2)),
         dict(architecture="encoder_decoder"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sparselib.config import ATTENTIONS, FEEDFORWARDS, LSHSizes, ModelConfig
+from sparselib.config import ATTENTIONS, FEEDFORWARDS, ModelConfig
 from sparselib.decode import Engine, generate, pack, pack_random
 from sparselib.models import Terraformer
 
@@ -147,5 +147,3 @@ def test_refusals():
         engine.start()
     with pytest.raises(ValueError, match="source_len = 3"):
         engine.start(np.zeros((1, 4), np.int64))
-    with pytest.raises(ValueError, match="lsh = LSHSizes"):
-        pack(make(lsh=LSHSizes(n_hashes=1, n_buckets=2, chunk_len=4)))
