@@ -1,0 +1,53 @@
+"""How much memory a computation needs for its tensors, by the account of torch's own allocator."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+SILENT = "99"  # above every level of the profiler's log, which else writes to stderr
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """The most bytes that CPU tensors made while ``step()`` runs, its backward passes included, hold at once.
+
+    Exact and the same in every run: tensors that were there before count neither as held nor, where ``step`` lets go of
+    them, as freed. Not seen: memory that numba, NumPy or BLAS take for themselves, and tensors that threads started by
+    Python make. Whatever is made once only, such as a cache or the first gradients, counts in the call that makes it.
+    torch warns on stderr where ``step`` lets go of older tensors; those that only wait for Python's garbage collector
+    are collected before.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)  # read when the process profiles for the first time
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    held = most = 0
+    live: set[int] = set()
+    for event in _allocations(profiler):
+        address, size = event["Addr"], event["Bytes"]
+        if size > 0:
+            live.add(address)
+        elif address in live:
+            live.remove(address)
+        else:
+            continue  # older than the profile
+        held += size
+        most = max(most, held)
+    return most
+
+
+def _allocations(profiler: profile) -> list[dict[str, Any]]:
+    """What was taken (Bytes > 0) and given back (< 0) in main memory, and at which address (Addr), in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    taken = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == 0]
+    return [event["args"] for event in sorted(taken, key=lambda event: event["ts"])]
