@@ -6,7 +6,8 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,10 @@ def peak_bytes(step: Callable[[], object]) -> int:
     Exact and the same in every run: tensors that were there before count neither as held nor, where ``step`` lets go of
     them, as freed. Not seen: memory that numba, NumPy or BLAS take for themselves, and tensors that threads started by
     Python make. Whatever is made once only, such as a cache or the first gradients, counts in the call that makes it.
-    torch warns on stderr where ``step`` lets go of older tensors; those that only wait for Python's garbage collector
-    are collected before.
+    Python's garbage collector waits meanwhile. torch warns on stderr where ``step`` lets go of older tensors.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)  # read when the process profiles for the first time
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _no_garbage_collected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     held = most = 0
     live: set[int] = set()
@@ -41,6 +40,18 @@ def peak_bytes(step: Callable[[], object]) -> int:
         held += size
         most = max(most, held)
     return most
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """When it would be collected depends on all that the process did before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _allocations(profiler: profile) -> list[dict[str, Any]]:
