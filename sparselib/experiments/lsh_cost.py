@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from pandas import DataFrame, Series
 from torch import Tensor, nn
@@ -90,10 +91,10 @@ def measure_cost(
 
 
 def cost_table(frame: DataFrame) -> DataFrame:
-    """One row a contender: at the longest length that it was measured at, and exponents between the last two."""
+    """One row a contender: at the longest length that it was measured at, and exponents over its last three."""
     rows = []
     for _, own in frame.groupby("attention", sort=False):
-        last, row = own.tail(2), own.iloc[-1]
+        last, row = own.tail(3), own.iloc[-1]
         lengths = last["positions"].tolist()
         rows.append(
             dict(row)
@@ -104,9 +105,11 @@ def cost_table(frame: DataFrame) -> DataFrame:
 
 
 def crossing(frame: DataFrame, hashing: str, full: str, unit: str) -> str:
-    """From which length on hashing takes less of ``unit`` ("ms" or "MB") than full attention, in words."""
+    """From which length on hashing takes less of ``unit`` ("ms" or "MB") than full attention at every one, in words."""
     ratios = ratio(frame, hashing, full, unit)
-    even = first_below(ratios.index, ratios, 1)
+    more = np.flatnonzero(ratios >= 1)
+    late = ratios.iloc[more[-1] if len(more) else 0 :]
+    even = first_below(late.index, late, 1)
     return (
         f"at no length up to {ratios.index[-1]:,}"
         if even is None

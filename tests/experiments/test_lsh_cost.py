@@ -76,6 +76,10 @@ def test_crossings_in_words():
     frame = told(written=[100, 400, 1600], fused=[50, 60, 70], hashing=[300, 350, 400])
     assert lsh_cost.crossing(frame, TWO, FULL[0], "ms") == "from about 200 positions on"
     assert lsh_cost.crossing(frame, TWO, FULL[1], "ms") == "at no length up to 400"
+    noisy = told(written=[100, 400, 1600], fused=[1, 1, 1], hashing=[90, 800, 800])
+    assert lsh_cost.crossing(noisy, TWO, FULL[0], "ms") == "from about 300 positions on"
+    always = told(written=[100, 400], fused=[1, 1], hashing=[90, 80])
+    assert lsh_cost.crossing(always, TWO, FULL[0], "ms") == "from about 100 positions on"
     shorter = told(written=[100, 200], fused=[1, 1, 1], hashing=[300, 350, 1])
     assert lsh_cost.crossing(shorter, TWO, FULL[0], "MB") == "at no length up to 200"
 
