@@ -251,7 +251,7 @@ def draw_found(frame: DataFrame, n_buckets: int) -> Figure:
     Grey: what as many of the best, of the latest and of random positions as with ``n_buckets`` hold.
     """
     names, buckets = frame["vectors"].unique(), sorted(frame["buckets"].unique())
-    figure, axes = new_figure(2, len(names), width=8.6, height=5.6, sharex=True, sharey="row", squeeze=False)
+    figure, axes = new_figure(2, len(names), width=7.6, height=6.0, sharex=True, sharey="row", squeeze=False)
     for column, name in enumerate(names):
         own = frame[(frame["vectors"] == name) & (frame["rule"] == "training")]
         for n, color in zip(buckets, shades(len(buckets)), strict=True):
@@ -265,7 +265,7 @@ def draw_found(frame: DataFrame, n_buckets: int) -> Figure:
         _rounds_axis(axes[1, column], frame)
     axes[0, 0].set(ylabel="share of full attention's mass", ylim=(0, 1.02))
     axes[1, 0].set(ylabel="error of the output / its size", ylim=(0, None))
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

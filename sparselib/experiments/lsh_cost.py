@@ -131,7 +131,7 @@ def cost_verdict(frame: DataFrame, hashing: str) -> str:
 
 def draw_cost(frame: DataFrame) -> Figure:
     """Time and peak memory of forward and backward against length, all axes logarithmic."""
-    figure, axes = new_figure(1, 2, width=9.2, height=3.8)
+    figure, axes = new_figure(1, 2, width=7.8, height=4.4)
     names = list(frame["attention"].unique())
     lines = {FULL[0]: look("dense").line, FULL[1]: look("fused").line}
     hashing = [name for name in names if name not in lines]
@@ -143,7 +143,7 @@ def draw_cost(frame: DataFrame) -> Figure:
             axis.plot(own["positions"], own[unit], **lines[name] | {"label": name})
         _lengths_axis(axis, sorted(frame["positions"].unique()))
         axis.set(ylabel=title, xlabel="positions")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
