@@ -6,7 +6,8 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,9 @@ def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes that CPU tensors made while ``step()`` runs, its backward passes included, hold at once.
 
     Exact and the same in every run: tensors that were there before count neither as held nor, where ``step`` lets go of
-    them, as freed. What ``step`` returns is held until the end. Not seen: memory that numba, NumPy or BLAS take for
-    themselves. Whatever is made once only, such as a cache or the first gradients, counts in the call that makes it.
-    torch warns on stderr where ``step`` lets go of older tensors; those that only wait for Python's garbage collector
-    are collected before.
+    them, as freed. Not seen: memory that numba, NumPy or BLAS take for themselves, and tensors that threads started by
+    Python make. Whatever is made once only, such as a cache or the first gradients, counts in the call that makes it.
+    Python's garbage collector waits meanwhile. torch warns on stderr where ``step`` lets go of older tensors.
     """
     changes, _ = _changes(step)
     return max(accumulate(changes, initial=0))
@@ -41,10 +41,8 @@ def passing_bytes(step: Callable[[], object]) -> int:
 def _changes(step: Callable[[], object]) -> tuple[list[int], set[int]]:
     """Bytes that ``step`` takes (> 0) and gives back (< 0), in order; and which of them it has not given back."""
     os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)  # read when the process profiles for the first time
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        made = step()
-    del made
+    with _no_garbage_collected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
     changes: list[int] = []
     live: dict[int, int] = {}  # address -> which of the changes took it
     for event in _allocations(profiler):
@@ -55,6 +53,18 @@ def _changes(step: Callable[[], object]) -> tuple[list[int], set[int]]:
             continue  # older than the profile
         changes.append(size)
     return changes, set(live.values())
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """When it would be collected depends on all that the process did before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _allocations(profiler: profile) -> list[dict[str, Any]]:

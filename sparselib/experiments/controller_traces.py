@@ -11,7 +11,7 @@ import numpy as np
 from pandas import DataFrame, isna
 
 from ..recording import WINDOWS
-from ..results.figures import new_figure
+from ..results.figures import new_figure, shades
 from ..results.store import RunRecord
 from ..tasks import load_splits
 from .controller import STATISTICS, controller_statistics
@@ -50,8 +50,6 @@ def trace(run: RunRecord, name: str) -> np.ndarray:
 
 def draw_traces(recorded: Recorded) -> Figure:
     """Every statistic of the first row's runs against tokens: a line for each block, a band over seeds."""
-    import matplotlib.pyplot as plt
-
     figure, axes = new_figure(2, 3, width=9.6, height=5.4, sharex=True)
     runs = {seed: run for seed, run in recorded.runs[0].items() if run.extra}
     places = dict(zip(STATISTICS, axes.flat, strict=False))
@@ -61,8 +59,7 @@ def draw_traces(recorded: Recorded) -> Figure:
         if not runs:
             continue
         values = np.stack([trace(run, name) for run in runs.values()])  # (seeds, points, blocks)
-        shades = plt.get_cmap("viridis")(np.linspace(0, 0.9, values.shape[-1]))
-        for block, color in enumerate(shades):
+        for block, color in enumerate(shades(values.shape[-1])):
             draw_band(axis, curves(runs)[0], values[..., block], color=color, label=f"block {block + 1}")
     spare = axes.flat[-1]
     spare.axis("off")

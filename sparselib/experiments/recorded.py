@@ -16,7 +16,7 @@ from pandas import DataFrame
 from ..checks import require
 from ..paths import repository
 from ..results import statistics
-from ..results.figures import look, new_figure
+from ..results.figures import look, new_figure, shades
 from ..results.statistics import Estimate, paired_difference
 from ..results.store import RECIPE, RunRecord, scan
 from ..sweep import Sweep
@@ -211,11 +211,10 @@ def colors(rows: Sequence[Row], palette: str | None = None) -> list[Any]:
 
     With a matplotlib ``palette``, for rows that are settings of one layer, only the baseline has its kind's colour.
     """
-    import matplotlib.pyplot as plt
     from matplotlib.colors import to_rgb
 
     if palette is not None:
-        return [look(rows[0].kind).color, *plt.get_cmap(palette)(np.linspace(0, 0.9, len(rows) - 1))]
+        return [look(rows[0].kind).color, *shades(len(rows) - 1, palette)]
     of_kind, seen, result = Counter(row.kind for row in rows), Counter[str](), []
     for row in rows:
         seen[row.kind] += 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import ModelConfig, Part, count_parameters, model_parts, preset
 from ..layers import SparseFeedForward
 from ..models import Transformer
-from ..results.figures import look, new_figure
+from ..results.figures import look, new_figure, shades
 from ..training.loop import TrainingRun, train
 from .text import Text
 
@@ -117,16 +117,13 @@ def entropies(z: Tensor) -> tuple[float, float]:
 def draw_trace(trace: ControllerTrace) -> Figure:
     """Both entropies against step, a line a layer."""
     figure, axes = new_figure(1, 2, width=8.0, height=3.4, sharey=True)
-    import matplotlib.pyplot as plt
-
-    colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, trace.usage.shape[1]))
     for axis, values, title in zip(
         axes,
         (trace.decision, trace.usage),
         ("at one token: softmax of the logits", "over the text: units chosen"),
         strict=True,
     ):
-        for layer, color in enumerate(colors):
+        for layer, color in enumerate(shades(trace.usage.shape[1])):
             axis.plot(trace.steps, values[:, layer], color=color, marker="o", markersize=3, label=f"block {layer + 1}")
         axis.set(title=title, xlabel="training step", ylim=(0, 1.05))
     axes[0].set_ylabel("entropy / log2 N (1 = uniform)")

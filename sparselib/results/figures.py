@@ -63,6 +63,8 @@ LOOKS = {
     "block": Look(OKABE_ITO["purple"], "X", "experts (block)", "--"),
     "switch": Look(OKABE_ITO["blue"], "p", "experts (Switch)", "--"),
     "terraformer": Look(OKABE_ITO["blue"], "*", "Terraformer"),
+    "lsh": Look(OKABE_ITO["vermillion"], "H", "attention by hashing"),
+    "fused": Look(OKABE_ITO["black"], "8", "full attention, fused", "--"),
     "paper": Look(GREY, "x", "paper", ":"),
     "limit": Look(GREY, "_", "limit (bytes / bandwidth)", "--"),
 }
@@ -96,6 +98,13 @@ def look(name: str) -> Look:
     """The look of a variant or layer. Errors: ValueError naming it and those there are."""
     require_choice("look", name, tuple(LOOKS))
     return LOOKS[name]
+
+
+def shades(n: int, palette: str = "viridis") -> list[Any]:
+    """Colours of ``n`` settings of one thing, in order, from a matplotlib ``palette`` without its palest end."""
+    import matplotlib.pyplot as plt
+
+    return [*plt.get_cmap(palette)([0.9 * i / max(1, n - 1) for i in range(n)])]
 
 
 def new_figure(

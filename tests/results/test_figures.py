@@ -2,7 +2,7 @@ import matplotlib
 import pytest
 
 from sparselib.config import ATTENTIONS, FEEDFORWARDS, VARIANTS
-from sparselib.results.figures import GREY, LOOKS, OKABE_ITO, look, new_figure, save_figure
+from sparselib.results.figures import GREY, LOOKS, OKABE_ITO, look, new_figure, save_figure, shades
 
 matplotlib.use("Agg")
 
@@ -58,3 +58,10 @@ def test_other_formats_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a.gif"):
         save_figure(draw(), tmp_path / "a.gif")
     assert not list(tmp_path.iterdir())
+
+
+def test_shades_keep_their_order_and_no_two_are_alike():
+    assert len({tuple(shade) for shade in shades(5)}) == 5
+    assert tuple(shades(1)[0]) == tuple(shades(5)[0]) and shades(0) == []
+    brightness = [sum(shade[:3]) for shade in shades(5)]
+    assert brightness == sorted(brightness)
