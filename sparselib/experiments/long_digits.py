@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from pandas import DataFrame
-from torch import nn, tensor
+from torch import nn
 
 from ..config import count_parameters
 from ..results.figures import look, new_figure
@@ -37,9 +38,9 @@ def rows_of(task: str) -> tuple[Row, ...]:
     return (
         Row("Transformer", f"{task}/dense", "dense"),
         Row("Terraformer", f"{task}/terraformer", "terraformer"),
-        Row("without recurrence", f"{task}_parts/no_recurrence", "ff"),
-        Row("positions from 0", f"{task}_parts/from_zero", "qkv"),
-        Row("one attention", f"{task}_parts/one_attention", "ff_qkv"),
+        Row("without recurrence", f"{task}_parts/no_recurrence", "terraformer"),
+        Row("positions from 0", f"{task}_parts/from_zero", "terraformer"),
+        Row("one attention", f"{task}_parts/one_attention", "terraformer"),
     )
 
 
@@ -91,7 +92,8 @@ def table(recorded: Mapping[str, Recorded]) -> DataFrame:
 
 
 def _papers(task: str, row: Row) -> dict[str, float | None]:
-    found = [printed for printed in TABLE_4.rows if (printed.task, printed.model) == (task, row.kind)]
+    model = row.run.split("/")[1]
+    found = [printed for printed in TABLE_4.rows if (printed.task, printed.model) == (task, model)]
     of_measure = dict(zip(MEASURES, (found[0].digits, found[0].sequences) if found else (None, None), strict=True))
     return {f"paper, {MEASURES[measure]}": value for measure, value in of_measure.items()}
 
@@ -180,7 +182,7 @@ def train_live(*, steps: int, length: int, seed: int) -> TrainingResult:
 def answer(model: Any, source: Sequence[int], most: int) -> list[int]:
     """Greedy decoding of one source (tokens): at most ``most`` tokens, without the end."""
     tokens: list[int] = []
-    state, token = model.init_state(1, tensor([list(source)])), tensor([0])
+    state, token = model.init_state(1, torch.tensor([list(source)])), torch.tensor([0])
     for _ in range(most):
         logits, state = model.step(token, state)
         token = logits.argmax(-1)
@@ -190,6 +192,7 @@ def answer(model: Any, source: Sequence[int], most: int) -> list[int]:
     return tokens
 
 
+@torch.no_grad()
 def examples(model: nn.Module, task: str, lengths: Sequence[int]) -> DataFrame:
     """What ``model`` answers to one example of each length, the lowest digit first."""
     digits, frame = Digits(), []

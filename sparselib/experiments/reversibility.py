@@ -19,6 +19,7 @@ from pandas import DataFrame
 from torch import nn
 
 from ..bench.memory import passing_bytes
+from ..bench.protocol import time_call
 from ..config import LSHSizes, ModelConfig
 from ..layers.recurrence import scan, scan_in_steps
 from ..models import make_model
@@ -76,7 +77,7 @@ def activation_bytes(config: ModelConfig, remember: str, shape: Shape) -> int:
     return passing_bytes(step)
 
 
-def seconds_of(step: Callable[[], object]) -> float:
+def _seconds(step: Callable[[], object]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -85,7 +86,7 @@ def seconds_of(step: Callable[[], object]) -> float:
 def step_times(config: ModelConfig, shape: Shape, remember: Sequence[str], repeat: int) -> DataFrame:
     """Median seconds of a training step for each of ``remember``, and the median ratio to the first, taken in turns."""
     steps = [training_step(config, kind, shape) for kind in remember]
-    rounds = [[seconds_of(step) for step in steps] for _ in range(repeat + 1)][1:]  # the first warms up
+    rounds = [[_seconds(step) for step in steps] for _ in range(repeat + 1)][1:]  # the first warms up
     return DataFrame(
         {
             "remembered": kind,
@@ -135,8 +136,8 @@ def ways(lsh: LSHSizes, ff_chunk: int) -> dict[str, Kind]:
     return {
         "kept": Kind({}, "everything", "dense"),
         "reversible": Kind({}, "choices", "terraformer"),
-        "+ hashing": Kind({"lsh": lsh}, "choices", "qkv"),
-        "+ hashing, FF in chunks": Kind({"lsh": lsh, "ff_chunk": ff_chunk}, "choices", "ff_qkv"),
+        "+ hashing": Kind({"lsh": lsh}, "choices", "lsh"),
+        "+ hashing, FF in chunks": Kind({"lsh": lsh, "ff_chunk": ff_chunk}, "choices", "lsh_chunks"),
     }
 
 
@@ -157,7 +158,7 @@ def cost_by_length(
                         "kind": name,
                         "length": shape.length,
                         "activations (MB)": activation_bytes(sized, kind.remember, shape) / 1e6,
-                        "step (s)": seconds_of(training_step(sized, kind.remember, shape)),
+                        "step (s)": time_call(training_step(sized, kind.remember, shape), 1, warmup=0).ms_median / 1e3,
                     }
                 )
     return DataFrame(rows)
@@ -187,10 +188,7 @@ def recurrence_times(units: int, lengths: Sequence[int], repeat: int) -> DataFra
     frame = []
     for length in lengths:
         f, u = torch.rand(1, length, units), torch.randn(1, length, units)
-        times = {
-            name: 1e3 * statistics.median([seconds_of(partial(way, f, u)) for _ in range(repeat + 1)][1:])
-            for name, way in ways.items()
-        }
+        times = {name: time_call(partial(way, f, u), repeat, warmup=1).ms_median for name, way in ways.items()}
         slow, steps, loop = times.values()
         frame.append(
             {"positions": length} | times | {"steps, times faster": slow / steps, "loop, times faster": slow / loop}

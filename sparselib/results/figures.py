@@ -64,6 +64,7 @@ LOOKS = {
     "switch": Look(OKABE_ITO["blue"], "p", "experts (Switch)", "--"),
     "terraformer": Look(OKABE_ITO["blue"], "*", "Terraformer"),
     "lsh": Look(OKABE_ITO["vermillion"], "H", "attention by hashing"),
+    "lsh_chunks": Look(OKABE_ITO["vermillion"], "+", "attention by hashing, feedforward in chunks", "--"),
     "fused": Look(OKABE_ITO["black"], "8", "full attention, fused", "--"),
     "paper": Look(GREY, "x", "paper", ":"),
     "limit": Look(GREY, "_", "limit (bytes / bandwidth)", "--"),
