@@ -39,9 +39,12 @@ def merge_heads(y: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(dh)) v over the allowed keys (to (B, H, L, T), None: all), heads merged: (B, L, d_model)."""
-    return merge_heads(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed))
+def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, causal: bool = False) -> Tensor:
+    """softmax(q k^T / sqrt(dh)) v over the allowed keys (to (B, H, L, T), None: all), heads merged: (B, L, d_model).
+
+    ``causal`` instead of ``allowed``: keys up to a query's own position, without a table of (L, L) ever written.
+    """
+    return merge_heads(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal))
 
 
 def attend_slowly(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> Tensor:
@@ -75,6 +78,16 @@ def visible(
         real = mask[:, None, None]
         allowed = real if allowed is None else (allowed & real) | (keys == keys[past:, None])
     return allowed
+
+
+def attend_visible(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, prefix_length: Tensor | None
+) -> Tensor:
+    """:func:`attend` of the last L positions, q, on the T keys of all, over what :func:`visible` allows them."""
+    length, past = q.shape[2], k.shape[2] - q.shape[2]
+    if causal and not past and mask is None and prefix_length is None:
+        return attend(q, k, v, causal=True)
+    return attend(q, k, v, visible(length, past, causal, mask, prefix_length, q.device))
 
 
 @dataclass(frozen=True)
@@ -173,16 +186,15 @@ class SelfAttention(Layer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix_length: Tensor | None) -> Tensor:
         """Attention of a whole sequence: (B, H, L, dh) three times -> (B, L, d_model)."""
-        return attend(q, k, v, visible(q.shape[2], 0, self.causal, mask, prefix_length, q.device))
+        return attend_visible(q, k, v, self.causal, mask, prefix_length)
 
     def _attend_on(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, prefix_length: Tensor | None
     ) -> tuple[Tensor, AttentionState]:
         """Attention of the positions that follow ``state``, and the state with them, still with its old ``layers``."""
-        past = state.keys.shape[2]
         keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
         real = state.real if state.real is None else nn.functional.pad(state.real, (0, q.shape[2]), value=True)
-        y = attend(q, keys, values, visible(q.shape[2], past, True, real, prefix_length, q.device))
+        y = attend_visible(q, keys, values, True, real, prefix_length)
         return y, replace(state, keys=keys, values=values, real=real)
 
     def _project(self, x: Tensor, apply: Callable[[str, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -86,6 +86,19 @@ def test_attend_equals_its_readable_form(seed, length, keys, masked):
     close(attend_slowly(q, k, v, allowed), slow.attend(*flat, 3, sees))
 
 
+@settings(max_examples=10)
+@given(seed=seeds, length=st.integers(1, 6))
+def test_causal_attention_is_that_of_the_keys_up_to_a_position(seed, length):
+    q, k, v = (vectors(2, 3, length, 4, seed=seed + i) for i in range(3))
+    close(attend(q, k, v, causal=True), attend_slowly(q, k, v, torch.ones(length, length).tril().bool()))
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_plain_causal_attention_holds_no_table_of_positions_by_positions(kind):
+    layer, x = make(kind, 8, 2, 4, seed=1), vectors(1, 256, 8).requires_grad_()
+    assert largest_tensor(lambda: layer(x).sum().backward()) < 256 * 256
+
+
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_gradcheck_with_mask_and_prefix_and_without_causality(kind):
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1]])
