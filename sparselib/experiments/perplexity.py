@@ -63,25 +63,25 @@ LOSS = (
 # --- model sizes ------------------------------------------------------------------------------------------------------
 
 
-def scale_rows() -> dict[str, tuple[Row, ...]]:
-    """The models of figure 1 by width, each size with its own dense model first; without sparse QKV alone."""
+def scale_rows() -> dict[int, tuple[Row, ...]]:
+    """The models of figure 1 by d_model, each size with its own dense model first; without sparse QKV alone."""
     rows = tuple(row for row in figure_1() if row.kind != "qkv")
 
     def sized(size: str) -> tuple[Row, ...]:
         return tuple(Row(row.label, f"scale/{size}_{row.kind}", row.kind, row.paper) for row in rows)
 
-    return {"d_model 64": sized("small"), "d_model 128": rows, "d_model 256": sized("large")}
+    return {64: sized("small"), 128: rows, 256: sized("large")}
 
 
-def scale_table(sizes: Mapping[str, Recorded]) -> DataFrame:
+def scale_table(sizes: Mapping[int, Recorded]) -> DataFrame:
     """The tables of all sizes, one below the other."""
     frames = [table(recorded) for recorded in sizes.values()]
     for size, frame in zip(sizes, frames, strict=True):
-        frame.insert(0, "size", size)
+        frame.insert(0, "d_model", size)
     return pd.concat(frames, ignore_index=True)
 
 
-def draw_scale(sizes: Mapping[str, Recorded]) -> Figure:
+def draw_scale(sizes: Mapping[int, Recorded]) -> Figure:
     """Final difference from the dense model of the same size, with its interval, against the size."""
     figure, axis = new_figure()
     axis.axhline(0, color=look("dense").color, linewidth=1, label=look("dense").label)
@@ -93,8 +93,8 @@ def draw_scale(sizes: Mapping[str, Recorded]) -> Figure:
             places, means = [place for place, _ in points], [gap.mean for _, gap in points]
             spread = [[gap.mean - gap.low for _, gap in points], [gap.high - gap.mean for _, gap in points]]
             axis.errorbar(places, means, yerr=spread, capsize=3, **look(row.kind).line)
-    axis.set_xticks(range(len(sizes)), sizes)
-    axis.set(ylabel="final loss minus that of dense (nats)")
+    axis.set_xticks(range(len(sizes)), map(str, sizes))
+    axis.set(xlabel="d_model", ylabel="final loss minus that of dense (nats)")
     figure.legend(loc="outside upper center", ncols=4)
     note_source(figure, list(sizes.values()))
     return figure

@@ -122,7 +122,7 @@ def test_each_size_is_compared_with_its_own_dense_model():
         invent(experiment, lambda c: c.model.get("d_model", 128) / 100 + 0.25 * c.variant.endswith("ff"))
     sizes = {size: load(part) for size, part in rows.items()}
     frame = perplexity.scale_table(sizes)
-    assert frame["size"].tolist() == [size for size in rows for _ in range(3)]
+    assert frame["d_model"].tolist() == [size for size in rows for _ in range(3)]
     assert frame[frame["model"] == "sparse FF"]["difference"].tolist() == pytest.approx([0.25] * 3)
     assert len(perplexity.draw_scale(sizes).axes[0].containers) == 2
 
