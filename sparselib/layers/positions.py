@@ -16,7 +16,10 @@ def sinusoids(max_len: int, d_model: int) -> Tensor:
 
 
 class SinusoidalPositions(nn.Module):
-    """x[t] + P[offset + t], nothing trained. Errors: ValueError beyond ``max_len``."""
+    """x[t] + P[offset + t], nothing trained; ``offset`` is one int, or one a row, (B, 1), as :meth:`starts` gives them.
+
+    Errors: ValueError beyond ``max_len``.
+    """
 
     def __init__(self, max_len: int, d_model: int):
         super().__init__()
@@ -29,7 +32,13 @@ class SinusoidalPositions(nn.Module):
     def _hold(self, table: Tensor) -> None:
         self.register_buffer("table", table)
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:  # (B, L, d_model) -> the same
+    def starts(self, batch: int, length: int) -> int | Tensor:
+        """Where whole sequences of up to ``length`` positions begin in the table."""
+        return 0
+
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:  # (B, L, d_model) -> the same
+        if isinstance(offset, Tensor):
+            return x + self.table[offset + torch.arange(x.shape[1], device=x.device)]
         end = offset + x.shape[1]
         require(end <= len(self.table), "position", end - 1, f"below max_len = {len(self.table)}")
         return x + self.table[offset:end]
@@ -43,16 +52,15 @@ class LearnedPositions(SinusoidalPositions):
 
 
 class ShiftedPositions(SinusoidalPositions):
-    """x[t] + P[start + t]: while training, every row of whole sequences starts at a place of its own, at random.
+    """Sinusoidal positions which, while training, start at a random place in every row: that of its source and target.
 
     So the model meets all ``max_len`` places in training, however short the sequences, and only distances tell it
     anything. The reference code trains its models for copying and adding with random starts, of positions written as
-    digits in several bases; here the table is the sinusoids. Outside training as :class:`SinusoidalPositions`.
+    digits in several bases; here the table is the sinusoids. Outside training everything starts at 0.
     """
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        room = len(self.table) - x.shape[1]
-        if not self.training or offset or room < 0:
-            return super().forward(x, offset)
-        starts = torch.randint(room + 1, (len(x), 1), device=x.device)
-        return x + self.table[starts + torch.arange(x.shape[1], device=x.device)]
+    def starts(self, batch: int, length: int) -> int | Tensor:
+        room = len(self.table) - length
+        if not self.training or room < 0:
+            return 0
+        return torch.randint(room + 1, (batch, 1), device=self.table.device)

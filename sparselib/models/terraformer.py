@@ -146,18 +146,21 @@ class Terraformer(nn.Module):
 
         Errors: ValueError naming the input, also for padding that is not at the end of its row.
         """
-        x1, x2, lengths = self._encode(source, mask)
-        check_tokens(target, self.config.vocab_size, 2, "target")
+        for tokens, name in ((source, "source"), (target, "target")):
+            check_tokens(tokens, self.config.vocab_size, 2, name)
         require(len(target) == len(source), "target.shape", tuple(target.shape), f"of batch {len(source)}")
-        d = self.dropout(self.positions(self.embedding(target)))
+        starts = self.positions.starts(len(source), max(source.shape[1], target.shape[1]))
+        x1, x2, lengths = self._encode(source, mask, starts)
+        d = self.dropout(self.positions(self.embedding(target), starts))
         y1, y2 = self.decoder(concatenate(x1, d, lengths), concatenate(x2, d, lengths))
         return self._logits(strip(y1, lengths, d.shape[1]), strip(y2, lengths, d.shape[1]))
 
     def init_state(self, batch: int, source: Tensor, mask: Tensor | None = None) -> TerraformerState:
         """State before the first target token, the sources (B, T1) read; rows may differ in length."""
         require_size("batch", batch, minimum=0)
+        check_tokens(source, self.config.vocab_size, 2, "source")
         require(len(source) == batch, "source.shape", tuple(source.shape), f"of batch {batch}")
-        x1, x2, lengths = self._encode(source, mask)
+        x1, x2, lengths = self._encode(source, mask, 0)
         empty = TerraformerState(0, batch, tuple(half.init_state(batch) for half in self._halves()))
         if not batch or bool((lengths == lengths[0]).all()):
             n = int(lengths[0]) if batch else x1.shape[1]
@@ -180,15 +183,14 @@ class Terraformer(nn.Module):
         check_tokens(tokens, self.config.vocab_size, 2)
         return self._decode(tokens, state, prefill_with)
 
-    def _encode(self, source: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _encode(self, source: Tensor, mask: Tensor | None, starts: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The source's vectors in both streams (B, T1, d_model), and how many of each row are real."""
-        check_tokens(source, self.config.vocab_size, 2, "source")
         lengths = torch.full((len(source),), source.shape[1], device=source.device)
         if mask is not None:
             mask = check_mask(mask, *source.shape)
             require(bool((mask[:, 1:] <= mask[:, :-1]).all()), "mask", "padding in front", "padded at the end only")
             lengths = mask.sum(1)
-        e = self.dropout(self.source_positions(self.embedding(source)))
+        e = self.dropout(self.source_positions(self.embedding(source), starts))
         x1, x2 = self.encoder(e, e, mask=mask)
         if not self.config.reversible_encoder:
             x1 = x2 = self.encoder_norm(self.encoder_output((x1 + x2) / 2))

@@ -164,8 +164,8 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config, kind, causal, cross) for _ in range(n_layers))
         self.norm = layer_norm(config)
 
-    def forward(self, x: Tensor, *arguments: Tensor | None) -> Tensor:
-        x = self.dropout(self.positions(x))
+    def forward(self, x: Tensor, *arguments: Tensor | None, starts: int | Tensor = 0) -> Tensor:
+        x = self.dropout(self.positions(x, starts))
         for block in self.blocks:
             x = block(x, *arguments)
         return self.norm(x)
@@ -217,10 +217,13 @@ class Transformer(nn.Module):
         prefix = self._prefix(prefix_length, tokens)
         self._require_source("target", target)
         if target is None:
-            return self.unembedding(self.stack(x, mask, prefix))
+            starts = self.stack.positions.starts(*tokens.shape)
+            return self.unembedding(self.stack(x, mask, prefix, starts=starts))
+        y = self.embed(target, "target")
         require(len(target) == len(tokens), "target.shape", tuple(target.shape), f"of batch {len(tokens)}")
-        memory = self.encoder(x, mask)
-        return self.unembedding(self.stack(self.embed(target, "target"), None, None, memory, mask))
+        starts = self.stack.positions.starts(len(tokens), max(tokens.shape[1], target.shape[1]))
+        memory = self.encoder(x, mask, starts=starts)
+        return self.unembedding(self.stack(y, None, None, memory, mask, starts=starts))
 
     def embed(self, tokens: Tensor, name: str = "tokens") -> Tensor:  # (B, T) -> (B, T, d_model)
         check_tokens(tokens, self.config.vocab_size, 2, name)

@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparselib.config import preset
 from sparselib.layers import LearnedPositions, ShiftedPositions, SinusoidalPositions
 from sparselib.layers.positions import sinusoids
+from sparselib.models import make_model
 
 from .. import slow
 from ..helpers import close, vectors
@@ -60,10 +64,39 @@ def test_bad_sizes_are_refused(kind):
         kind(4, 0)
 
 
+def places(layer, rows):
+    return [[int((layer.table - vector).abs().sum(-1).argmin()) for vector in row] for row in rows]
+
+
 def test_shifted_rows_start_at_any_place_while_training():
-    layer, x = ShiftedPositions(9, 4).double(), torch.zeros(400, 3, 4)
-    rows = layer(x)
-    places = [[int((layer.table - vector).abs().sum(-1).argmin()) for vector in row] for row in rows]
-    assert all(row == [row[0], row[0] + 1, row[0] + 2] for row in places)
-    assert {row[0] for row in places} == set(range(7))  # 400 draws of 7 places
-    close(layer(torch.zeros(2, 9, 4)), layer.table.expand(2, 9, 4))  # no room to shift
+    layer = ShiftedPositions(9, 4).double()
+    starts = layer.starts(400, 3)
+    found = places(layer, layer(torch.zeros(400, 3, 4), starts))
+    assert all(row == [start, start + 1, start + 2] for row, start in zip(found, starts[:, 0].tolist(), strict=True))
+    assert set(starts[:, 0].tolist()) == set(range(7))  # 400 draws of 7 places
+    assert layer.starts(2, 9).tolist() == [[0], [0]]  # no room to shift
+
+
+@each
+def test_outside_training_and_beyond_the_table_everything_starts_at_0(kind):
+    assert kind(5, 4).eval().starts(2, 3) == 0
+    assert kind(5, 4).starts(2, 6) == 0
+
+
+def test_a_source_and_its_target_start_at_one_place(monkeypatch):
+    """What a model sees of a place is the same on both sides, as outside training, where both begin at 0."""
+    seen = []
+
+    def forward(layer, x, offset=0):
+        seen.append(offset)
+        return x
+
+    monkeypatch.setattr(ShiftedPositions, "forward", forward)
+    for architecture in ("encoder_decoder", "terraformer"):
+        seen.clear()
+        model = make_model(replace(preset("smoke", architecture=architecture, n_encoder_layers=1), positions="shifted"))
+        model(torch.ones(3, 5, dtype=torch.long), torch.ones(3, 7, dtype=torch.long))
+        source, target = seen
+        assert torch.equal(source, target) and source.shape == (3, 1) and int(source.max()) <= 64 - 7
+        model.eval()(torch.ones(3, 5, dtype=torch.long), torch.ones(3, 7, dtype=torch.long))
+        assert seen[2:] == [0, 0]
