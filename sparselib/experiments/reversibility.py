@@ -70,11 +70,11 @@ def training_step(config: ModelConfig, remember: str, shape: Shape, seed: int = 
     return step
 
 
-def activation_bytes(config: ModelConfig, remember: str, shape: Shape) -> int:
-    """Bytes of activations of one training step."""
+def step_cost(config: ModelConfig, remember: str, shape: Shape) -> tuple[int, float]:
+    """Bytes of activations and seconds of one training step; a step is made for each of both, the timed one first."""
     step = training_step(config, remember, shape)
-    step().zero_grad()  # what is compiled or cached at the first call is not of interest
-    return passing_bytes(step)
+    seconds = time_call(lambda: step().zero_grad(), 1, warmup=0).ms_median / 1e3
+    return passing_bytes(step), seconds
 
 
 def _seconds(step: Callable[[], object]) -> float:
@@ -105,7 +105,7 @@ def memory_by_depth(config: ModelConfig, shape: Shape, depths: Sequence[int]) ->
     return DataFrame(
         {"blocks": depth}
         | {
-            name: activation_bytes(replace(config, n_layers=depth), remember, shape) / 1e6
+            name: step_cost(replace(config, n_layers=depth), remember, shape)[0] / 1e6
             for name, remember in (("kept (MB)", "everything"), ("rebuilt (MB)", "choices"))
         }
         for depth in depths
@@ -150,17 +150,13 @@ def cost_by_length(
     """
     rows = []
     for name, kind in kinds.items():
+        sized = replace(config, **kind.fields)
+        step_cost(sized, kind.remember, shapes[0])  # what is compiled or cached at the first call is not of interest
         for shape in shapes:
             if shape.length <= most.get(name, shape.length):
-                sized = replace(config, **kind.fields)
-                rows.append(
-                    {
-                        "kind": name,
-                        "length": shape.length,
-                        "activations (MB)": activation_bytes(sized, kind.remember, shape) / 1e6,
-                        "step (s)": time_call(training_step(sized, kind.remember, shape), 1, warmup=0).ms_median / 1e3,
-                    }
-                )
+                size, seconds = step_cost(sized, kind.remember, shape)
+                row = {"kind": name, "length": shape.length, "activations (MB)": size / 1e6, "step (s)": seconds}
+                rows.append(row)
     return DataFrame(rows)
 
 
