@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class NaNInput(ValueError):
+    """Vectors that hold a NaN came to a layer: bad input, or a training that has diverged."""
+
+
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise ``ValueError("<field> = <value>: must be <allowed>")`` unless ``condition`` holds."""
     if not condition:
@@ -58,7 +62,8 @@ def _check_vectors(x: Tensor, width: int, name: str) -> None:
             x.dtype,
             "float32, float64 or bfloat16 on a CPU",
         )
-        require(not x.isnan().any(), f"{name}", "NaN", "free of NaN")
+        if x.isnan().any():
+            raise NaNInput(f"{name} = 'NaN': must be free of NaN")
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, ndim: int, name: str = "tokens") -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from . import __version__
+from .checks import require
 from .cli_decode import Preset, Variant, bench_app, decode
 from .cli_runs import runs_app, sweep
+from .paths import repository
 
 # What a user can mend: one clear line and no traceback.
-BAD_INPUT = (ValueError, FileNotFoundError, MemoryError)
+BAD_INPUT = (ValueError, OSError, MemoryError)
 
 
 class _Commands(typer.core.TyperGroup):
@@ -23,6 +29,8 @@ class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # what reads the output has seen enough
+            raise
         except BAD_INPUT as error:
             typer.echo(f"sparselib: {error}", err=True)
             raise typer.Exit(2) from None
@@ -192,33 +200,55 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the checkpoints; default: _build/training/EXPERIMENT/VARIANT-SEED.")
     ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Put the finished run into the store; the same command goes on.")
+    ] = False,
 ) -> None:
     """Train a model on this machine; on several GPUs: accelerate launch -m sparselib.cli train CONFIG."""
-    from accelerate import PartialState
-
-    from .paths import repository
+    from .recording import record as record_run
     from .training import TrainConfig, train_run
 
     settings = TrainConfig.load(config)
     if seed is not None:
-        settings = TrainConfig.model_validate(settings.model_dump() | {"seed": seed})
-    name = f"{settings.variant}-{settings.seed}"
-    folder = out or repository() / "_build" / "training" / settings.experiment / name
+        settings = TrainConfig.of(settings.model_dump() | {"seed": seed}, "--seed")
+    if record:
+        require(out is None, "--out", str(out), "left out with --record, which has a place for checkpoints")
+        with _ending_told(config, "--record", "--seed", settings.seed):
+            run = record_run(settings)
+        seconds, kept = 60 * run.minutes, f"recorded as {run.key}"
+        _tell(run.parameters, run.tokens, seconds, run.peak_memory_gb, run.final_loss, kept)
+        return
+    folder = out or repository() / "_build" / "training" / settings.experiment / f"{settings.variant}-{settings.seed}"
+    with _ending_told(config, "--resume", "--seed", settings.seed, "--out", folder):
+        done = train_run(settings, folder=folder, resume=resume, progress=True)
+    peak, loss = done.peak_memory_bytes / 1e9, done.validation[-1][1]
+    _tell(done.parameters, done.tokens, done.seconds, peak, loss, f"kept in {done.checkpoint}")
+
+
+@contextmanager
+def _ending_told(*arguments: object) -> Iterator[None]:
+    """What ends a training early, in one line; after Ctrl-C with the command, of these arguments, that goes on."""
     try:
-        result = train_run(settings, folder=folder, resume=resume, progress=True)
+        yield
     except KeyboardInterrupt as stop:
-        again = f"sparselib train {config} --resume --seed {settings.seed} --out {folder}"
+        launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        command = ["accelerate", "launch", "-m", "sparselib.cli"] if launched else ["sparselib"]
+        again = shlex.join([*command, "train", *map(str, arguments)])
         typer.echo(f"sparselib: {stop or 'stopped'}; to go on: {again}", err=True)
         raise typer.Exit(130) from None
     except (FloatingPointError, OSError) as error:
         typer.echo(f"sparselib: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, FileNotFoundError) else 1) from None
+
+
+def _tell(parameters: int, tokens: int, seconds: float, peak_gb: float, loss: float, kept: str) -> None:
+    from accelerate import PartialState
+
     if PartialState().is_main_process:
-        typer.echo(f"{result.parameters:,} weights, {result.tokens:,} tokens in {result.seconds / 60:.1f} min")
-        speed, peak = result.tokens / result.seconds, result.peak_memory_bytes / 1e9
-        typer.echo(f"{speed:,.0f} tokens/s, {peak:.2f} GB at the peak")
-        typer.echo(f"validation loss {result.validation[-1][1]:.4f} nats a token")
-        typer.echo(f"kept in {result.checkpoint}")
+        typer.echo(f"{parameters:,} weights, {tokens:,} tokens in {seconds / 60:.1f} min")
+        typer.echo(f"{tokens / seconds:,.0f} tokens/s, {peak_gb:.2f} GB at the peak")
+        typer.echo(f"validation loss {loss:.4f} nats a token")
+        typer.echo(kept)
 
 
 def _parse_parameter(text: str) -> tuple[str, Any]:

@@ -46,9 +46,7 @@ def list_runs(
             ended = (f"{run.final_loss:.4f}", f"{run.minutes:.1f}", run.code_version[:7])
             table.add_row(run.key[:8], run.experiment, run.variant, str(run.seed), *millions, *ended)
         Console().print(table)
-    for fault in faults:
-        typer.echo(fault, err=True)
-    raise typer.Exit(strict and bool(faults))
+    raise typer.Exit(_warned(faults) and strict)
 
 
 @runs_app.command()
@@ -61,7 +59,8 @@ def show(
     """Print one run: all but the losses of its steps, of which it says the first and the last."""
     from .results.store import select
 
-    runs = select(key, experiment=experiment, variant=variant, seed=seed)
+    runs, faults = select(key, experiment=experiment, variant=variant, seed=seed)
+    _warned(faults)
     if len(runs) > 1:
         names = ", ".join(f"{run.key} ({run.experiment} {run.variant} seed {run.seed})" for run in runs)
         raise ValueError(f"{len(runs)} runs, one is asked for: {names}")
@@ -77,17 +76,19 @@ def replay(
     seed: RunSeed = None,
     steps: Annotated[int, typer.Option(help="Steps to train again.")] = 20,
 ) -> None:
-    """Train the first steps of recorded runs again and compare the losses; exit code 1 if they differ."""
+    """Train the first steps of recorded runs again and compare the losses; exit code 1 if they differ, or if a file in
+    the store is no run."""
     from . import recording
     from .results.store import select
 
     worst = 0.0
-    for run in select(experiment=experiment, variant=variant, seed=seed):
+    runs, faults = select(experiment=experiment, variant=variant, seed=seed)
+    for run in runs:
         difference = recording.replay(run, steps)
         name = f"{run.experiment} {run.variant} seed {run.seed}"
         typer.echo(f"{name}: losses differ by {difference:.1e} at most (allowed {recording.TOLERANCE:g})")
         worst = max(worst, difference)
-    raise typer.Exit(worst > recording.TOLERANCE)
+    raise typer.Exit(_warned(faults) or worst > recording.TOLERANCE)
 
 
 @runs_app.command()
@@ -95,15 +96,25 @@ def export(
     csv_file: Annotated[Path, typer.Option("--csv", dir_okay=False, help="File to write.")],
     experiment: Experiment = None,
 ) -> None:
-    """Write a CSV with a row for each run: the columns of `list`, memory, date and machine."""
+    """Write a CSV with a row for each run: the columns of `list`, memory, date and machine; exit code 1 if a file in
+    the store is no run and so is left out."""
     from pandas import DataFrame
 
     from .files import write_atomically
     from .results.store import select
 
     columns = (*COLUMNS, "peak_memory_gb", "date")
-    rows = [{name: getattr(run, name) for name in columns} | run.machine for run in select(experiment=experiment)]
+    runs, faults = select(experiment=experiment)
+    rows = [{name: getattr(run, name) for name in columns} | run.machine for run in runs]
     write_atomically(csv_file, DataFrame(rows).to_csv(index=False, lineterminator="\n"))
+    raise typer.Exit(_warned(faults))
+
+
+def _warned(faults: list[str]) -> bool:
+    """Say on stderr what is wrong with files of the store; whether there are such."""
+    for fault in faults:
+        typer.echo(fault, err=True)
+    return bool(faults)
 
 
 def sweep(
@@ -121,9 +132,7 @@ def sweep(
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on from the last checkpoints", err=True)
         raise typer.Exit(130) from None
-    for fault in faults:
-        typer.echo(fault, err=True)
-    raise typer.Exit(bool(faults))
+    raise typer.Exit(_warned(faults))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from accelerate import PartialState
 from torch import nn
 
 from .bench.machine import machine
@@ -68,8 +69,8 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
 
     A training that was interrupted goes on from its last checkpoint if the code is still the same, else starts again.
     At every validation ``hook(step, model)`` gives the numbers of ``extra``; without it they are the statistics of a
-    decoder's sparse feedforward, or the accuracies at copying or adding. Errors: ValueError as :func:`code`, and those
-    of ``train_run``.
+    decoder's sparse feedforward, or the accuracies at copying or adding. Of several processes under a launcher the
+    first one records. Errors: ValueError as :func:`code`, and those of ``train_run``.
     """
     found = held(config)
     if found is not None:
@@ -78,7 +79,8 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
     folder = _checkpoints(config, version)
     look = hook or _look(config.data)
     result = train_run(config, folder=folder, resume=True, progress=progress, on_validate=look)
-    checksum = data_checksum(config.data)
+    checksum, processes = data_checksum(config.data), PartialState()
+    trained_by = {"training_threads": torch.get_num_threads(), "processes": processes.num_processes}
     done = RunRecord(
         experiment=config.experiment,
         variant=config.variant,
@@ -96,11 +98,12 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
         peak_memory_gb=round(result.peak_memory_bytes / 1e9, 3),
         code_version=version.commit,
         date=datetime.datetime.now(datetime.UTC).date(),
-        machine=machine() | {"training_threads": torch.get_num_threads()} | _device(result.model),
+        machine=machine() | trained_by | _device(result.model),
         extra=result.extra,
     )
-    store.save(done)
-    shutil.rmtree(folder, ignore_errors=True)
+    if processes.is_main_process:
+        store.save(done)
+        shutil.rmtree(folder, ignore_errors=True)
     return done
 
 
@@ -126,7 +129,7 @@ def _checkpoints(config: TrainConfig, version: Code) -> Path:
     folder = root / f"{key}-{version.tree}"
     for other in root.glob(f"{key}-*"):
         if other != folder:
-            shutil.rmtree(other)
+            shutil.rmtree(other, ignore_errors=True)
     return folder
 
 

@@ -29,15 +29,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .checks import require, require_choice, require_size
 from .config import count_parameters, with_equal_weights
-from .recording import code, held, record
+from .recording import Code, code, held, record
 from .results import store
 from .results.store import RunRecord
-from .training.config import TrainConfig, explain
+from .training.config import TrainConfig, explain, read_yaml
 
 # One thread each: two such trainings side by side get about 1.4 times as much done as one that uses both cores.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
@@ -46,7 +45,7 @@ TRIES = 2  # of a run whose process dies
 PATIENCE = 30.0  # seconds that a stopped process has to end by itself
 DASK = re.compile(r"dask://([A-Za-z0-9_.-]+)(?::(\d+))?")
 DASK_PORT = 8786
-TIMEOUT = 10.0  # seconds for a scheduler to answer
+TIMEOUT = 10.0  # seconds for a scheduler to answer, and for its first worker
 
 Outcome = tuple[TrainConfig, RunRecord | str]  # the record, or what went wrong
 
@@ -64,13 +63,11 @@ class Sweep(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a YAML file. Errors: ValueError naming file and field; FileNotFoundError."""
+        """Read a YAML file. Errors: ValueError naming file and field; OSError."""
         try:
-            return cls.model_validate(yaml.safe_load(path.read_text("utf-8")))
+            return cls.model_validate(read_yaml(path))
         except ValidationError as error:
             raise ValueError(f"{path}: {explain(error)}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no YAML file: {error}") from None
 
     def configs(self) -> list[TrainConfig]:
         """One config for each point and seed, in order. Errors: ValueError naming the point, the field, its value."""
@@ -103,11 +100,9 @@ class Sweep(BaseModel):
         try:
             for dotted, value in changes.items():
                 _set(fields, dotted, value)
-            return TrainConfig.model_validate(fields)
-        except ValidationError as error:
-            raise ValueError(f"points.{name}: {explain(error)}") from None
         except ValueError as error:
             raise ValueError(f"points.{name}: {error}") from None
+        return TrainConfig.of(fields, f"points.{name}")
 
 
 def _set(fields: dict[str, Any], dotted: str, value: Any) -> None:
@@ -240,8 +235,15 @@ def _on_dask(configs: list[TrainConfig], address: str) -> Generator[Outcome]:
     except OSError:
         raise ValueError(f"executor dask: no scheduler answers at {address}") from None
     with client:
-        _require_same_code(client.run(code))
-        waiting = {client.submit(record_here, config.model_dump_json(), pure=False): config for config in configs}
+        try:
+            client.wait_for_workers(1, timeout=TIMEOUT)
+        except TimeoutError:
+            raise ValueError(f"executor dask: the scheduler at {address} has no workers") from None
+        here = code()
+        _require_same_code(client.run(code), here)
+        waiting = {
+            client.submit(record_here, config.model_dump_json(), here.tree, pure=False): config for config in configs
+        }
         for done in as_completed_on_dask(waiting):
             error = done.exception()
             if error is None:
@@ -252,16 +254,19 @@ def _on_dask(configs: list[TrainConfig], address: str) -> Generator[Outcome]:
                 yield waiting[done], f"{type(error).__name__}: {error}"
 
 
-def _require_same_code(workers: dict[str, Any]) -> None:
-    here = code()
+def _require_same_code(workers: dict[str, Any], here: Code) -> None:
     others = sorted(name for name, there in workers.items() if there.tree != here.tree)
     require(not others, "code of workers", ", ".join(others), f"that of commit {here.commit}")
 
 
-def record_here(config: str) -> str:
-    """What a Dask worker does: record the run of a config (JSON), and return the record (JSON)."""
+def record_here(config: str, tree: str) -> str:
+    """What a Dask worker does: record the run of a config (JSON), and return the record (JSON).
+
+    Errors: ValueError where its code is not that of ``tree``: it may have joined after the others were asked.
+    """
     import torch
 
+    require(code().tree == tree, "code of a worker", code().commit, "that of the machine that runs the sweep")
     torch.set_num_threads(1)
     with _one_at_a_time:  # a worker may have several threads, but torch has one random generator in a process
         return record(TrainConfig.model_validate_json(config), progress=False).model_dump_json()

@@ -33,7 +33,7 @@ def test_list_as_table_and_as_json():
     table = call("runs", "list")
     assert table.exit_code == 0
     assert [
-        word for word in (config().experiment, record().key[:8], "6.0000", "0.001M") if word not in table.output
+        word for word in (config().experiment, record().key[:8], "6.0000", "0.061M") if word not in table.output
     ] == []
     runs = json.loads(call("runs", "list", "--json", "--experiment", "figure1").output)
     assert [(run["variant"], run["seed"]) for run in runs] == [("dense", 0), ("dense", 1), ("ff", 0)]
@@ -55,7 +55,7 @@ def test_show_prints_one_run():
     by_name = call("runs", "show", "--experiment", "figure1", "--variant", "ff", "--seed", "0")
     assert by_key.output == by_name.output
     shown = json.loads(by_key.output)
-    assert (shown["variant"], shown["steps"], shown["first_loss"]) == ("ff", 2, 6.25)
+    assert (shown["variant"], shown["steps"], shown["first_loss"]) == ("ff", 6, 6.25)
 
 
 def test_show_refuses_several_and_none():
@@ -83,6 +83,23 @@ def test_export_writes_a_row_for_each_run(folder):
         ("dense", "1", "6.0", "some CPU"),
         ("ff", "0", "6.0", "some CPU"),
     ]
+
+
+def test_show_replay_and_export_tell_of_files_they_cannot_read(folder, monkeypatch):
+    (folder / "runs" / "figure1" / "bad.json").write_text("{")
+    monkeypatch.setattr(recording, "replay", lambda run, steps: 0.0)
+    of_figure_1 = ("--experiment", "figure1")
+    shown = call("runs", "show", *of_figure_1, "--variant", "ff")
+    replayed = call("runs", "replay", *of_figure_1)
+    exported = call("runs", "export", *of_figure_1, "--csv", str(folder / "runs.csv"))
+    assert [result.exit_code for result in (shown, replayed, exported)] == [0, 1, 1]
+    assert all("bad.json is no recorded run" in result.stderr for result in (shown, replayed, exported))
+    assert len((folder / "runs.csv").read_text().splitlines()) == 4  # what can be read is there
+
+
+def test_a_place_that_cannot_be_written_to_is_told_in_one_line(folder):
+    result = call("runs", "export", "--csv", str(folder / "runs" / "figure1" / f"{record().key}.json" / "a.csv"))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
 
 
 @pytest.fixture

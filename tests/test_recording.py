@@ -7,12 +7,14 @@ import pytest
 from torch import nn
 
 from sparselib import recording
+from sparselib.config import count_parameters
 from sparselib.experiments.controller import STATISTICS
 from sparselib.recording import Code
 from sparselib.results import store
 
 from .results.runs import CHECKSUM, MODEL, config
 
+WEIGHTS = count_parameters(config().model_config_())
 LOSSES = [6.0 - step / 10 for step in range(6)]
 
 
@@ -36,7 +38,7 @@ class Training:
             tokens=768,
             seconds=90.0,
             peak_memory_bytes=2_345_678_901,
-            parameters=1234,
+            parameters=WEIGHTS,
             model=self.model,
             extra={"usage.1": [0.5, 0.6]},
         )
@@ -61,7 +63,7 @@ def test_a_run_is_trained_once_and_then_read(training):
     assert len(training.calls) == 1 and training.calls[0].resume
     assert not training.calls[0].folder.exists()
     assert (run.losses, run.validation, run.final_loss) == (LOSSES, [(3, 5.9), (6, 5.5)], 5.5)
-    assert (run.minutes, run.peak_memory_gb, run.parameters, run.tokens) == (1.5, 2.346, 1234, 768)
+    assert (run.minutes, run.peak_memory_gb, run.parameters, run.tokens) == (1.5, 2.346, WEIGHTS, 768)
     assert (run.code_version, run.extra) == ("a" * 40, {"usage.1": [0.5, 0.6]})
     assert {"cpu", "python", "torch", "numpy", "threads", "training_threads", "device"} <= run.machine.keys()
 

@@ -213,7 +213,7 @@ def _worker(folder):
     """What a worker does: a function that pickles by value and imports nothing of the package."""
     records = {name: _record(config(variant=name)).model_dump_json() for name in ("dense", "dies_once")}
 
-    def work(text):
+    def work(text, tree):
         variant = json.loads(text)["variant"]
         mark = folder / f"{variant}.died"
         if variant == "dies_once" and not mark.exists():
@@ -241,6 +241,21 @@ def test_dask_workers_with_other_code_are_refused(folder, monkeypatch, cluster):
     monkeypatch.setattr(sweep, "code", lambda: SimpleNamespace(commit="a" * 40, tree=str(os.getpid() == here)))
     with pytest.raises(ValueError, match=r"code of workers = 'tcp://.*must be that of commit a{40}"):
         run_sweep(make().configs(), cluster, say=lambda line: None)
+
+
+def test_a_worker_that_joins_later_with_other_code_records_nothing(monkeypatch):
+    monkeypatch.setattr(sweep, "code", lambda: SimpleNamespace(commit="a" * 40, tree="b" * 40))
+    with pytest.raises(ValueError, match="code of a worker = 'a{40}'"):
+        sweep.record_here(config().model_dump_json(), "c" * 40)
+
+
+def test_a_cluster_without_workers_is_told_in_one_line(folder, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(sweep, "TIMEOUT", 1.0)
+    with distributed.LocalCluster(n_workers=0, host="127.0.0.1", dashboard_address=":0", silence_logs=50) as empty:
+        address = empty.scheduler_address
+        with pytest.raises(ValueError, match=rf"the scheduler at {address} has no workers"):
+            run_sweep(make().configs(), address.replace("tcp", "dask"), say=lambda line: None)
 
 
 def test_no_scheduler_is_told_in_one_line(folder, monkeypatch):

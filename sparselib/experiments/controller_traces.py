@@ -68,7 +68,7 @@ def draw_traces(recorded: Recorded) -> Figure:
         spare.legend(handles, labels, loc="center")
     for axis in axes[-1, :-1]:
         axis.set_xlabel("training tokens (millions)")
-    note_source(figure, [Recorded(recorded.rows[:1], (runs,), ())])
+    note_source(figure, [Recorded(recorded.rows[:1], (runs,), recorded.whole[:1], ())])
     return figure
 
 

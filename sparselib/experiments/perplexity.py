@@ -14,9 +14,10 @@ import pandas as pd
 from pandas import DataFrame
 
 from ..results.figures import look, new_figure
+from ..results.statistics import mean_over_seeds
 from ..training.config import DataConfig, OptimizerConfig, TrainConfig
 from ..training.loop import TrainingResult, train_run
-from .recorded import Recorded, Row, difference, load, note_source, planned_runs, table
+from .recorded import Recorded, Row, by_seed, difference, interval, load, note_source, planned_runs, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,6 +82,22 @@ def scale_table(sizes: Mapping[int, Recorded]) -> DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def trend(sizes: Mapping[int, Recorded]) -> str:
+    """How each model's difference from dense changes from the smallest to the largest size, in words."""
+    (small, first), *_, (large, last) = sizes.items()
+    words = []
+    for index, row in enumerate(first.rows[1:], start=1):
+        here, there = by_seed(first, index), by_seed(last, index)
+        changes = [there[seed] - here[seed] for seed in here.keys() & there.keys()]
+        if len(changes) > 1:
+            change = mean_over_seeds(changes)
+            told = f"the difference of {row.label} changes by {change.mean:+.3f} ({interval(change)})"
+        else:
+            told = f"the difference of {row.label} is not recorded yet at both"
+        words.append(told)
+    return f"from d_model {small} to {large} " + "; ".join(words)
+
+
 def draw_scale(sizes: Mapping[int, Recorded]) -> Figure:
     """Final difference from the dense model of the same size, with its interval, against the size."""
     figure, axis = new_figure()
@@ -107,7 +124,7 @@ TUNING = ("tuning", "tuning_again")
 
 
 def load_tuning(sweeps: Sequence[str] = TUNING) -> tuple[Recorded, DataFrame]:
-    """The runs of sweeps over learning rates, and a row for each model and rate: its mean loss, if recorded."""
+    """The runs of sweeps over learning rates, and a row for each model and rate: its mean loss, of how many seeds."""
     configs = [config for name in sweeps for config in planned_runs(name)]
     kinds = [config.variant.rpartition("_")[0] for config in configs]  # before the rate
     names = [f"{config.experiment}/{config.variant}" for config in configs]
@@ -121,23 +138,27 @@ def load_tuning(sweeps: Sequence[str] = TUNING) -> tuple[Recorded, DataFrame]:
         for config, kind, runs in zip(configs, kinds, recorded.runs, strict=True)
     ]
     frame = DataFrame(rows).astype({"loss (nats)": float})
-    return recorded, frame.groupby(["variant", "learning rate"], sort=False, as_index=False).mean()
+    losses = frame.groupby(["variant", "learning rate"], sort=False)["loss (nats)"]
+    return recorded, losses.agg(**{"loss (nats)": "mean", "seeds": "count"}).reset_index()
 
 
 def tuning_table(frame: DataFrame, takers: Sequence[str] = ("figure1", "ablations")) -> DataFrame:
-    """For every model the rates tried, the best of them, and the one that its runs in the sweeps ``takers`` take."""
+    """For every model the rates tried, the best of them, and the one that its runs in the sweeps ``takers`` take.
+
+    The best is one of those with most seeds: the first seed said which deserve a second one.
+    """
     others = [config for name in takers for config in planned_runs(name)]
     used = {config.variant: config.optimizer.learning_rate for config in others}
     rows = []
     for variant, group in frame.groupby("variant", sort=False):
-        losses = group.dropna().set_index("learning rate")["loss (nats)"]
-        rates = sorted(group["learning rate"])
+        rates, most = sorted(group["learning rate"]), group["seeds"] == group["seeds"].max()
+        losses = group[most].dropna().set_index("learning rate")["loss (nats)"]
         best = losses.idxmin() if len(losses) else None
         rows.append(
             {
                 "model": look(str(variant)).label,
                 "rates tried": ", ".join(map(str, rates)),
-                "recorded": len(losses),
+                "recorded": int((group["seeds"] > 0).sum()),
                 "best": best,
                 "loss (nats)": losses.min() if len(losses) else None,
                 "used": used[str(variant)],

@@ -17,7 +17,7 @@ from ..checks import require
 from ..paths import repository
 from ..results import statistics
 from ..results.figures import look, new_figure, shades
-from ..results.statistics import Estimate, paired_difference
+from ..results.statistics import Estimate, mean_over_seeds
 from ..results.store import RECIPE, RunRecord, scan
 from ..sweep import Sweep
 from ..training.config import TrainConfig
@@ -50,10 +50,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The runs of a figure's ``rows``: one mapping of seed to run for each, and what is not recorded yet."""
+    """The runs of a figure's ``rows``: one mapping of seed to run for each, and what is not recorded yet.
+
+    ``whole``: whether all seeds of a row that were planned are recorded.
+    """
 
     rows: tuple[Row, ...]
     runs: tuple[Mapping[int, RunRecord], ...]
+    whole: tuple[bool, ...]
     missing: tuple[str, ...]
 
     @property
@@ -82,7 +86,8 @@ def load(rows: Sequence[Row]) -> Recorded:
             found[name][run.seed] = run
     missing = [_missing(row, planned[row.run.split("/")[0]], found[row.run]) for row in rows]
     names = tuple(name for name in [*faults, *missing] if name)
-    recorded = Recorded(tuple(rows), tuple(found[row.run] for row in rows), names)
+    whole = tuple(not name for name in missing)
+    recorded = Recorded(tuple(rows), tuple(found[row.run] for row in rows), whole, names)
     tokens = {run.tokens for run in recorded.all_runs}
     require(len(tokens) <= 1, "tokens", sorted(tokens), "the same in all runs that are compared")
     return recorded
@@ -116,16 +121,29 @@ def gaps(parts: Sequence[Recorded]) -> str:
     return "not recorded yet: " + ", ".join(missing) if missing else "nothing is missing"
 
 
+def rates(parts: Sequence[Recorded]) -> str:
+    """The learning rate of every model, in one line."""
+    of_rate: dict[float, dict[str, None]] = {}
+    for part in parts:
+        for row, runs in zip(part.rows, part.runs, strict=True):
+            for run in runs.values():
+                of_rate.setdefault(run.train_config().optimizer.learning_rate, {})[row.label] = None
+    return "learning rates: " + "; ".join(f"{rate:g} ({', '.join(labels)})" for rate, labels in sorted(of_rate.items()))
+
+
 # --- differences and verdicts -----------------------------------------------------------------------------------------
 
 
+def by_seed(recorded: Recorded, index: int) -> dict[int, float]:
+    """Final loss of row ``index`` minus the baseline's, for every seed that both have."""
+    runs, baseline = recorded.runs[index], recorded.runs[0]
+    return {seed: runs[seed].final_loss - baseline[seed].final_loss for seed in sorted(runs.keys() & baseline.keys())}
+
+
 def difference(recorded: Recorded, index: int) -> Estimate | None:
-    """Final loss of row ``index`` minus the baseline's, over the seeds that both have; None for fewer than two."""
-    losses, baseline = ({s: run.final_loss for s, run in recorded.runs[i].items()} for i in (index, 0))
-    both = losses.keys() & baseline.keys()
-    if len(both) < 2:
-        return None
-    return paired_difference({s: losses[s] for s in both}, {s: baseline[s] for s in both})
+    """The mean of :func:`by_seed` with its interval; None for fewer than two seeds."""
+    gaps = by_seed(recorded, index)
+    return mean_over_seeds(list(gaps.values())) if len(gaps) > 1 else None
 
 
 def relation(estimate: Estimate) -> str:
@@ -176,17 +194,20 @@ def phrase(row: Row, gap: Estimate) -> str:
 
 def pick(recorded: Recorded, *rows: Row) -> Recorded:
     """The same runs for some of the rows; the first becomes the baseline."""
-    return Recorded(rows, tuple(recorded.runs[recorded.rows.index(row)] for row in rows), recorded.missing)
+    places = [recorded.rows.index(row) for row in rows]
+    runs, whole = tuple(recorded.runs[place] for place in places), tuple(recorded.whole[place] for place in places)
+    return Recorded(rows, runs, whole, recorded.missing)
 
 
 def verdict(recorded: Recorded) -> tuple[str, str]:
     """In the book's words, whether the differences are as the paper says, and why.
 
-    "reproduced" if all of them are, "partly reproduced" if some are; a better model counts as an equal one.
+    "reproduced" if all of them are, "partly reproduced" if some are; a better model counts as an equal one, one of
+    which a seed is missing as not tested.
     """
     held, reasons, absent = [], [], []
     for index, row in enumerate(recorded.rows):
-        gap = difference(recorded, index) if row.paper else None
+        gap = difference(recorded, index) if row.paper and recorded.whole[0] and recorded.whole[index] else None
         if gap:
             held.append(relation(gap) in RELATIONS[row.paper])
             if relation(gap) != row.paper:
@@ -196,10 +217,10 @@ def verdict(recorded: Recorded) -> tuple[str, str]:
     if held and not reasons:
         reasons.append("every difference is as the paper says")
     if absent:
-        reasons.append(f"not recorded yet: {', '.join(absent)}")
+        reasons.append(f"not wholly recorded yet: {', '.join(absent)}")
     if not held:
         return "not tested", "; ".join(reasons)
-    word = "reproduced" if all(held) else "partly reproduced" if any(held) else "not reproduced"
+    word = "reproduced" if all(held) and not absent else "partly reproduced" if any(held) else "not reproduced"
     return word, "; ".join(reasons)
 
 
@@ -261,8 +282,7 @@ def draw_differences(axis: Axes, recorded: Recorded, shades: Sequence[Any]) -> N
     for index, (row, color) in enumerate(zip(recorded.rows, shades, strict=True)):
         gap = difference(recorded, index)
         if gap:
-            pairs = [(run, recorded.runs[0].get(seed)) for seed, run in recorded.runs[index].items()]
-            dots = [run.final_loss - other.final_loss for run, other in pairs if other and index]
+            dots = list(by_seed(recorded, index).values()) if index else []
             axis.plot(dots, [index + 0.25] * len(dots), color=color, marker=".", linestyle="")
             axis.hlines(index, gap.low, gap.high, color=color, linewidth=3)
             axis.plot(gap.mean, index, color=color, marker=look(row.kind).marker, markersize=8)

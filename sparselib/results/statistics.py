@@ -6,14 +6,13 @@ losses, which holds the true mean in about three cases of four. A page that show
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
 from scipy.stats import bootstrap
 
 from ..checks import require
-from .store import RunRecord
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999
@@ -29,16 +28,6 @@ class Estimate:
     n: int
 
 
-def final_losses(records: Iterable[RunRecord]) -> dict[str, dict[int, float]]:
-    """Validation loss at the end (nats a token) by variant and seed. Errors: ValueError for a pair that comes twice."""
-    losses: dict[str, dict[int, float]] = {}
-    for run in records:
-        of_variant = losses.setdefault(run.variant, {})
-        require(run.seed not in of_variant, "records", f"{run.variant} seed {run.seed} twice", "one run of each seed")
-        of_variant[run.seed] = run.final_loss
-    return losses
-
-
 def mean_over_seeds(values: Sequence[float]) -> Estimate:
     """Mean of at least two values, each of another seed, with its 95 % interval; the same values give the same."""
     require(len(values) >= 2, "values", list(values), "of two seeds or more")
@@ -52,15 +41,6 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
     )
     interval = found.confidence_interval
     return Estimate(float(numpy.mean(values)), float(interval.low), float(interval.high), len(values))
-
-
-def paired_difference(losses: Mapping[int, float], dense: Mapping[int, float]) -> Estimate:
-    """Mean of ``losses`` minus ``dense``, seed by seed: a seed fixes the order of the batches, a noise that both share.
-
-    Errors: ValueError where the two have other seeds, or fewer than two.
-    """
-    require(losses.keys() == dense.keys(), "seeds", sorted(losses), f"those of the dense runs, {sorted(dense)}")
-    return mean_over_seeds([losses[seed] - dense[seed] for seed in sorted(losses)])
 
 
 def verdict(difference: Estimate) -> str:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..checks import require, require_choice
+from ..checks import require
+from ..config import count_parameters
 from ..files import write_atomically
 from ..paths import runs_dir
 from ..training.config import TrainConfig, explain
@@ -63,14 +64,21 @@ class RunRecord(BaseModel):
             require(getattr(self, field) == expected, field, getattr(self, field), f"the config's {expected!r}")
         key = key_of(config, self.data_checksum, self.recipe)
         require(self.key == key, "key", self.key, f"{key}, the hash of its config, data and recipe")
+        weights, steps = count_parameters(config.model_config_()), len(self.losses)
+        require(self.parameters == weights, "parameters", self.parameters, f"{weights}, those of its model")
+        require(config.steps in (None, steps), "losses", f"{steps} steps", f"one for each of {config.steps} steps")
+        return self
+
+    @model_validator(mode="after")
+    def _ends_where_it_says(self) -> Self:
+        step, loss = self.validation[-1]
+        require(step == len(self.losses), "validation", f"up to step {step}", f"up to the last, {len(self.losses)}")
+        require(self.final_loss == loss, "final_loss", self.final_loss, f"{loss}, the last of validation")
         return self
 
     def train_config(self) -> TrainConfig:
         """The config to train it again. Errors: ValueError where today's code knows no such config."""
-        try:
-            return TrainConfig.model_validate(self.config)
-        except ValidationError as error:
-            raise ValueError(f"config: {explain(error)}") from None
+        return TrainConfig.of(self.config, "config")
 
 
 def key_of(config: TrainConfig, data_checksum: str, recipe: int = RECIPE) -> str:
@@ -110,7 +118,8 @@ def scan(experiment: str | None = None) -> tuple[list[RunRecord], list[str]]:
     other file there. Errors: ValueError for an experiment of which the store has no folder."""
     root = runs_dir()
     if experiment is not None:
-        require_choice("experiment", experiment, tuple(sorted(path.name for path in root.glob("*/"))))
+        names = sorted(path.name for path in root.glob("*/"))
+        require(experiment in names, "experiment", experiment, f"one of those recorded: {', '.join(names) or 'none'}")
     records, faults = [], []
     for path in sorted((root / experiment if experiment else root).rglob("[!.]*")):
         if path.is_dir() or path == root / "README.md":
@@ -124,10 +133,11 @@ def scan(experiment: str | None = None) -> tuple[list[RunRecord], list[str]]:
 
 def select(
     key: str | None = None, *, experiment: str | None = None, variant: str | None = None, seed: int | None = None
-) -> list[RunRecord]:
-    """The runs whose key starts with ``key`` and whose other fields are those given (None: any).
+) -> tuple[list[RunRecord], list[str]]:
+    """The runs whose key starts with ``key`` and whose other fields are those given (None: any); and, as :func:`scan`,
+    what is wrong with files that could not be read, any of which may be one of them.
 
-    Errors: ValueError where there are none, naming the files that could not be read.
+    Errors: ValueError where there are none, naming these files.
     """
     records, faults = scan(experiment)
     wanted = {"variant": variant, "seed": seed}
@@ -140,7 +150,7 @@ def select(
         asked = {"key": key, "experiment": experiment} | wanted
         described = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
         raise ValueError("; ".join([f"no recorded run of {described or 'any kind'} in {runs_dir()}", *faults]))
-    return found
+    return found, faults
 
 
 def _path(experiment: str, key: str) -> Path:

@@ -7,6 +7,7 @@ renamed, so that there is never half of one; when it stands, those of earlier st
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import shutil
@@ -50,13 +51,13 @@ class Trace(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The contents of run.json."""
+    """The contents of run.json. ``checksums``: of the data and of the vocabulary, by what they are of."""
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     config: TrainConfig
-    data_checksum: str
+    checksums: dict[str, str]
     processes: int
     trace: Trace
     sha256: dict[str, str]
@@ -77,10 +78,19 @@ def latest(folder: Path) -> Path | None:
     return max(_checkpoints(folder), default=None, key=lambda path: path.name)
 
 
+def prepare(folder: Path) -> None:
+    """Make ``folder`` before anything is trained that could not be kept there. Errors: OSError naming it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"checkpoints cannot be written to {folder} ({error})") from None
+
+
 def save(
     folder: Path,
     config: TrainConfig,
-    data_checksum: str,
+    checksums: dict[str, str],
     trace: Trace,
     weights: dict[str, Tensor],
     state: dict[str, Tensor],
@@ -98,7 +108,7 @@ def save(
             save_file(state, aside / STATE)
             manifest = Manifest(
                 config=config,
-                data_checksum=data_checksum,
+                checksums=checksums,
                 processes=len(state[GENERATORS]),
                 trace=trace,
                 sha256={file: _digest(aside / file) for file in (WEIGHTS, STATE)},
@@ -126,15 +136,16 @@ def load(path: Path) -> Checkpoint:
         raise ValueError(f"{path} is no whole checkpoint: {error}") from None
 
 
-def check_same_run(checkpoint: Checkpoint, config: TrainConfig, data_checksum: str, processes: int) -> None:
-    """Refuse to go on with another config, other data or another number of processes: ValueError names the field."""
+def check_same_run(checkpoint: Checkpoint, config: TrainConfig, checksums: dict[str, str], processes: int) -> None:
+    """Refuse to go on with another config, data, vocabulary or number of processes: ValueError names the field."""
     manifest, path = checkpoint.manifest, checkpoint.path
-    saved, wanted = (_flat(c.model_dump(mode="json")) for c in (manifest.config, config))
-    for field in sorted(saved.keys() | wanted.keys()):
+    saved, wanted = (_fields(c) for c in (manifest.config, config))
+    for field, value in sorted(wanted.items()):
         was = saved.get(field)
-        require(wanted.get(field) == was, field, wanted.get(field), f"{was!r} to go on from {path}")
-    was = manifest.data_checksum
-    require(data_checksum == was, "data checksum", data_checksum, f"{was!r} to go on from {path}")
+        require(value == was, field, value, f"{was!r} to go on from {path}")
+    for name, checksum in checksums.items():
+        was = manifest.checksums.get(name)
+        require(checksum == was, f"{name} checksum", checksum, f"{was!r} to go on from {path}")
     require(processes == manifest.processes, "processes", processes, f"{manifest.processes} to go on from {path}")
 
 
@@ -159,6 +170,11 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fields(config: TrainConfig) -> dict[str, Any]:
+    """All fields of the config, and of its model those, too, that are left at their defaults."""
+    return _flat(config.model_dump(mode="json") | {"model": dataclasses.asdict(config.model_config_())})
 
 
 def _flat(fields: dict[str, Any], before: str = "") -> dict[str, Any]:

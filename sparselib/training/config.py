@@ -140,22 +140,34 @@ class TrainConfig(_Config):
         model = self.model_config_()
         fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         defaults = {field.name: field.default for field in dataclasses.fields(model)}
-        return {name: value for name, value in fields.items() if value != defaults[name]}
+        written = {name: value for name, value in fields.items() if value != defaults[name]}
+        # 1 and 1.0 are one setting, and name one run
+        return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in written.items()}
 
     def __eq__(self, other: object) -> bool:
         """Whether both are written in the same way, and so name the same run."""
         return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """The config in a YAML file. Errors: ValueError naming file, field, value; FileNotFoundError."""
+    def of(cls, fields: Any, name: str) -> Self:
+        """The config of these fields. Errors: ValueError naming ``name``, field and value, in one line."""
         try:
-            content = yaml.safe_load(path.read_text("utf-8"))
-            return cls.model_validate(content)
+            return cls.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{path}: {explain(error)}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no YAML file: {error}") from None
+            raise ValueError(f"{name}: {explain(error)}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The config in a YAML file. Errors: ValueError naming file, field, value; OSError."""
+        return cls.of(read_yaml(path), str(path))
+
+
+def read_yaml(path: Path) -> Any:
+    """Errors: ValueError for a file that is no YAML; OSError."""
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {error}") from None
 
 
 def explain(error: ValidationError) -> str:

@@ -75,15 +75,15 @@ def train_run(
     ``on_validate(step, model)`` may look at the model; what it returns is collected.
 
     Errors: ValueError for data or a checkpoint that is not that of ``config``; FloatingPointError naming the step and
-    the last checkpoint when a loss is NaN or infinite; KeyboardInterrupt after Ctrl-C, once the step is done and
-    saved; OSError when a checkpoint cannot be written (the one before stays).
+    the last checkpoint when a loss is NaN or infinite; KeyboardInterrupt after Ctrl-C or SIGTERM, once the step is done
+    and saved; OSError when a checkpoint cannot be written (the one before stays), or ``folder``, before the first step.
     """
     splits = load_splits(config.data)
     steps = _steps(config, splits)
     with _own_randomness(config.seed):
         model = make_model(config.model_config_(), config.remember)
     trainer = Trainer(model, config.optimizer, steps, accumulate=config.accumulate, precision=config.precision)
-    keeper = _Keeper(folder, config, splits.checksum, trainer)
+    keeper = _Keeper(folder, config, {"data": splits.checksum, "vocabulary": splits.vocabulary.checksum}, trainer)
     with _own_randomness(config.seed + trainer.accelerator.process_index), _interrupt_noted() as interrupted:
         trace = keeper.start(resume)
 
@@ -267,17 +267,21 @@ class _Keeper:
 
     folder: Path | None
     config: TrainConfig
-    data_checksum: str
+    checksums: dict[str, str]
     trainer: Trainer
 
     def start(self, resume: bool) -> Trace:
         """What the run has given before: nothing, or all up to the last checkpoint, which the trainer takes up."""
-        path = None if self.folder is None else checkpoints.latest(self.folder)
+        if self.folder is None:
+            return Trace()
+        checkpoints.prepare(self.folder)
+        path = checkpoints.latest(self.folder)
         if path is None:
             return Trace()
-        require(resume, "folder", str(self.folder), f"without a checkpoint, to start ({path.name} is there), or resume")
+        allowed = f"without a checkpoint, to start ({path.name} is there: --resume goes on, --out takes another folder)"
+        require(resume, "folder", str(self.folder), allowed)
         found = checkpoints.load(path)
-        checkpoints.check_same_run(found, self.config, self.data_checksum, self.trainer.accelerator.num_processes)
+        checkpoints.check_same_run(found, self.config, self.checksums, self.trainer.accelerator.num_processes)
         self.trainer.load_state(found.weights, found.state)
         return found.manifest.trace
 
@@ -287,7 +291,7 @@ class _Keeper:
             return None
         state = self.trainer.state()
         if self.trainer.accelerator.is_main_process:
-            checkpoints.save(self.folder, self.config, self.data_checksum, trace, *state)
+            checkpoints.save(self.folder, self.config, self.checksums, trace, *state)
         self.trainer.accelerator.wait_for_everyone()
         return checkpoints.latest(self.folder)
 
@@ -311,22 +315,27 @@ def _steps(config: TrainConfig, splits: Splits) -> int:
 
 @contextmanager
 def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C does not strike in the middle of a step, but is noted and can be asked for; a second one strikes."""
+    """Ctrl-C, or a scheduler's SIGTERM, does not strike in the middle of a step, but is noted; a second one strikes."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # where no signal arrives
         yield lambda: False
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(number: int, frame: object) -> None:
         noted.append(number)
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield lambda: bool(noted)
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 @contextmanager

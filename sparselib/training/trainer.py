@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from ..checks import require
+from ..checks import NaNInput, require
 from ..memory import peak_memory
 from ..tasks.objectives import Batch
 from .checkpoints import GENERATORS
@@ -62,9 +62,13 @@ class Trainer:
     def update(self, batch: Batch, step: int) -> float:
         """Update number ``step`` (from 1) on the sequences of all processes; returns their mean loss before it.
 
-        Errors: FloatingPointError, naming the step, when the loss or a gradient is NaN or infinite; the weights are
-        then as before.
+        Errors: FloatingPointError, naming the step, when an activation, the loss or a gradient is NaN or infinite; the
+        weights are then as before.
         """
+        with _diverging(step):
+            return self._update(batch, step)
+
+    def _update(self, batch: Batch, step: int) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate(self.config, step, self.steps)
         self.model.train()
@@ -87,7 +91,8 @@ class Trainer:
     def validate(self, batches: Iterable[Batch], step: int) -> float:
         """Mean loss of all ``batches``, nats a token, no dropout or noise. Each process goes through all of them."""
         self.model.eval()
-        return finite(mean_loss(self._total, batches), step, "validation loss")
+        with _diverging(step):
+            return finite(mean_loss(self._total, batches), step, "validation loss")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The weights by name; and, in one dictionary, the optimizer's tensors and the generators of all processes.
@@ -147,8 +152,21 @@ class Trainer:
 def finite(loss: float, step: int, name: str) -> float:
     """``loss`` itself. Errors: FloatingPointError if it is none."""
     if not math.isfinite(loss):
-        raise FloatingPointError(f"{name} is {loss} at step {step}: lower the learning rate or lengthen the warm-up")
+        raise _diverged(f"{name} is {loss}", step)
     return loss
+
+
+def _diverged(what: str, step: int) -> FloatingPointError:
+    return FloatingPointError(f"{what} at step {step}: lower the learning rate or lengthen the warm-up")
+
+
+@contextmanager
+def _diverging(step: int) -> Iterator[None]:
+    """A layer that is given NaN refuses it, before there is a loss to look at."""
+    try:
+        yield
+    except NaNInput:
+        raise _diverged("an activation is NaN", step) from None
 
 
 def _require_same(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

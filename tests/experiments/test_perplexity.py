@@ -112,12 +112,15 @@ def test_tuning_table_names_the_best_rate():
     invent("tuning_again", lambda c: 4.9 + (c.variant != "dense_0.004"))
     table = perplexity.tuning_table(perplexity.load_tuning()[1])
     assert table["best"][0] == 0.004  # the mean of both
+    assert table["best"][1] == 0.008  # at 0.016 the first seed was better, but has no second
     assert table["loss (nats)"][0] == pytest.approx((5.002 + 4.9) / 2)
 
 
 def test_each_size_is_compared_with_its_own_dense_model():
     rows = perplexity.scale_rows()
-    perplexity.draw_scale({size: load(part) for size, part in rows.items()})
+    empty = {size: load(part) for size, part in rows.items()}
+    perplexity.draw_scale(empty)
+    assert perplexity.trend(empty).count("is not recorded yet at both") == 2
     for experiment in ("figure1", "scale"):
         invent(experiment, lambda c: c.model.get("d_model", 128) / 100 + 0.25 * c.variant.endswith("ff"))
     sizes = {size: load(part) for size, part in rows.items()}
@@ -125,6 +128,7 @@ def test_each_size_is_compared_with_its_own_dense_model():
     assert frame["d_model"].tolist() == [size for size in rows for _ in range(3)]
     assert frame[frame["model"] == "sparse FF"]["difference"].tolist() == pytest.approx([0.25] * 3)
     assert len(perplexity.draw_scale(sizes).axes[0].containers) == 2
+    assert perplexity.trend(sizes).startswith("from d_model 64 to 256 the difference of sparse FF changes by +0.000 (")
 
 
 def test_live_trainings_learn_and_depend_on_the_seed_alone():

@@ -34,7 +34,8 @@ def figure_1(config):
 def made_up(*rows):
     """Recorded runs of (paper's finding, losses by seed)."""
     runs = [{seed: SimpleNamespace(final_loss=loss) for seed, loss in enumerate(losses)} for _, losses in rows]
-    return Recorded(tuple(Row(f"row {i}", "a/b", "ff", paper) for i, (paper, _) in enumerate(rows)), tuple(runs), ())
+    names = tuple(Row(f"row {i}", "a/b", "ff", paper) for i, (paper, _) in enumerate(rows))
+    return Recorded(names, tuple(runs), tuple(len(of_row) == 3 for of_row in runs), ())
 
 
 def test_load_finds_all_runs_and_says_where_they_are_from():
@@ -106,9 +107,12 @@ def test_the_verdict_follows_from_the_findings(pairs):
 
 
 def test_verdict_without_runs_and_with_some():
-    assert verdict(made_up(("", []), ("equal", []))) == ("not tested", "not recorded yet: row 1")
-    word, why = verdict(made_up(("", [5.0] * 3), ("worse", FOUND["worse"]), ("equal", [])))
-    assert (word, why) == ("reproduced", "every difference is as the paper says; not recorded yet: row 2")
+    assert verdict(made_up(("", []), ("equal", []))) == ("not tested", "not wholly recorded yet: row 1")
+    for some in ([], [5.0, 5.0]):  # two of three seeds are none
+        word, why = verdict(made_up(("", [5.0] * 3), ("worse", FOUND["worse"]), ("equal", some)))
+        assert word == "partly reproduced"
+        assert why == "every difference is as the paper says; not wholly recorded yet: row 2"
+    assert verdict(made_up(("", [5.0, 5.0]), ("worse", FOUND["worse"])))[0] == "not tested"
 
 
 def test_told_and_pick():
@@ -124,7 +128,8 @@ def test_table_with_and_without_runs():
     assert empty["difference"].tolist() == ["–", "–"]
     invent("figure1", figure_1)
     frame = save_table("full", recorded.table(load(ROWS)), recorded.FORMATS)
-    assert frame["weights"].tolist() == ["1,000", "1,000"]
+    assert frame["weights"].tolist() == ["1,878,784", "1,884,800"]
+    assert recorded.rates([load(ROWS)]) == "learning rates: 0.004 (dense, FF)"
     assert frame["loss (nats)"].tolist() == ["5.010", "5.010"]
     assert frame["interval"].tolist() == ["–", "-0.020 to +0.020"]
     assert frame["here"].tolist() == ["–", "equal"]

@@ -2,6 +2,7 @@
 
 import datetime
 
+from sparselib.config import count_parameters
 from sparselib.results.store import RECIPE, RunRecord, key_of
 from sparselib.training.config import TrainConfig
 
@@ -23,8 +24,9 @@ def config(**changes):
     return TrainConfig.model_validate(fields | changes)
 
 
-def record(losses=(6.25, 6.123456789), final_loss=6.0, **changes):
+def record(losses=None, final_loss=6.0, **changes):
     settings = config(**changes)
+    losses = losses or [6.25, *[6.123456789] * (settings.steps - 1)]
     return RunRecord(
         experiment=settings.experiment,
         variant=settings.variant,
@@ -33,10 +35,10 @@ def record(losses=(6.25, 6.123456789), final_loss=6.0, **changes):
         config=settings.model_dump(mode="json"),
         recipe=RECIPE,
         data_checksum=CHECKSUM,
-        parameters=1000,
+        parameters=count_parameters(settings.model_config_()),
         tokens=768,
         losses=losses,
-        validation=[(6, final_loss)],
+        validation=[(len(losses), final_loss)],
         final_loss=final_loss,
         minutes=0.1,
         peak_memory_gb=0.5,

@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparselib.results import statistics
-from sparselib.results.statistics import Estimate, final_losses, mean_over_seeds, paired_difference, verdict
-
-from .runs import record
+from sparselib.results.statistics import Estimate, mean_over_seeds, verdict
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +36,6 @@ def test_more_seeds_give_a_narrower_interval():
     assert many.high - many.low < (few.high - few.low) / 2
 
 
-def test_pairs_take_away_what_a_seed_does_to_both():
-    dense = {0: 3.0, 1: 4.0, 2: 5.0}
-    found = paired_difference({2: 5.1, 0: 3.1, 1: 4.1}, dense)
-    assert (found.low, found.mean, found.high) == pytest.approx((0.1, 0.1, 0.1))
-
-
 @pytest.mark.parametrize(
     ("difference", "words"),
     [
@@ -56,15 +48,6 @@ def test_verdict(difference, words):
     assert verdict(difference) == words
 
 
-def test_final_losses_by_variant_and_seed():
-    runs = [record(variant=v, seed=s, final_loss=6.0 + s) for v in ("dense", "ff") for s in (0, 1)]
-    assert final_losses(runs) == {"dense": {0: 6.0, 1: 7.0}, "ff": {0: 6.0, 1: 7.0}}
-    with pytest.raises(ValueError, match="dense seed 0 twice"):
-        final_losses([*runs, record(steps=9)])
-
-
 def test_refusals():
     with pytest.raises(ValueError, match=r"values = \[3.0\]: must be of two seeds or more"):
         mean_over_seeds([3.0])
-    with pytest.raises(ValueError, match=r"seeds = \[0, 1\]: must be those of the dense runs, \[0, 2\]"):
-        paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 2: 2.0})

@@ -22,11 +22,11 @@ def test_a_saved_run_comes_back_with_losses_of_five_decimals(folder):
     run = record()
     assert store.save(run) == folder / "figure1" / f"{run.key}.json"
     assert store.find(config(), CHECKSUM) == run
-    assert run.losses == [6.25, 6.12346]
+    assert run.losses == [6.25, *[6.12346] * 5]
 
 
 def test_a_run_of_1500_steps_is_a_small_file():
-    path = store.save(record(losses=[9 / (1 + step / 7) for step in range(1500)]))
+    path = store.save(record(losses=[9 / (1 + step / 7) for step in range(1500)], steps=1500))
     assert path.stat().st_size < 20_000
 
 
@@ -81,6 +81,13 @@ def _without(field):
         (lambda content: content | {"final_loss": "NaN"}, "final_loss = 'NaN'"),
         (lambda content: content | {"code_version": "unknown"}, "code_version = 'unknown'"),
         (lambda content: content | {"config": {}}, "config: experiment: Field required"),
+        (lambda content: content | {"parameters": 1}, "parameters = 1: must be [0-9]+, those of its model"),
+        (lambda content: content | {"losses": [6.0]}, "losses = '1 steps': must be one for each of 6 steps"),
+        (
+            lambda content: content | {"validation": [[3, 6.0]]},
+            "up to step 3': must be up to the last, 6",
+        ),
+        (lambda content: content | {"final_loss": 3.0}, "final_loss = 3.0: must be 6.0, the last of validation"),
         (lambda content: [content], "is no recorded run"),
     ],
 )
@@ -117,21 +124,25 @@ def test_scan_sorts_the_runs_and_names_every_other_file(folder):
     assert names == [("figure1", "dense", 0), ("figure1", "dense", 1), ("figure1", "ff", 0), ("figure3", "dense", 0)]
     assert [str(folder / "figure1" / "notes.txt") in faults[0], str(folder / "stray.json") in faults[1]] == [True, True]
     assert len(store.scan("figure3")[0]) == 1
-    with pytest.raises(ValueError, match="experiment = 'figure9': must be one of 'figure1', 'figure3'"):
+    with pytest.raises(ValueError, match="experiment = 'figure9': must be one of those recorded: figure1, figure3"):
         store.scan("figure9")
 
 
 def test_an_empty_store_holds_no_runs(folder):
     assert store.scan() == ([], [])
     assert store.find(config(), CHECKSUM) is None
+    with pytest.raises(ValueError, match="experiment = 'figure1': must be one of those recorded: none"):
+        store.scan("figure1")
 
 
 def test_select_takes_the_start_of_a_key_or_the_fields(folder):
     runs = [record(variant=variant, seed=seed) for variant in ("dense", "ff") for seed in (0, 1)]
     for run in runs:
         store.save(run)
-    assert store.select(runs[2].key[:9]) == [runs[2]]
-    assert store.select(experiment="figure1", seed=0) == [runs[0], runs[2]]
+    assert store.select(runs[2].key[:9]) == ([runs[2]], [])
+    assert store.select(experiment="figure1", seed=0) == ([runs[0], runs[2]], [])
     (folder / "figure1" / "bad.json").write_text("{}")
+    found, faults = store.select(experiment="figure1", seed=0)
+    assert found == [runs[0], runs[2]] and "bad.json is no recorded run" in faults[0]
     with pytest.raises(ValueError, match=r"no recorded run of variant ff, seed 7 in .*bad\.json is no recorded run"):
         store.select(variant="ff", seed=7)

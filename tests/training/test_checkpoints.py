@@ -17,13 +17,14 @@ CONFIG = TrainConfig(
     steps=9,
     batch=2,
 )
+CHECKSUMS = {"data": "abc", "vocabulary": "xyz"}
 WEIGHTS = {"w": torch.arange(6.0).view(2, 3)}
 STATE = {"w/step": torch.tensor(3.0), "generators": torch.zeros(1, 5, dtype=torch.uint8)}
 
 
 def write(folder, step):
     trace = Trace(losses=[0.1 * s for s in range(step)], validation=[(1, 2.5)], extra={"dead": [float("nan")]})
-    return save(folder, CONFIG, "abc", trace, WEIGHTS, STATE)
+    return save(folder, CONFIG, CHECKSUMS, trace, WEIGHTS, STATE)
 
 
 def files(folder):
@@ -38,7 +39,7 @@ def test_what_was_saved_comes_back(tmp_path):
     assert found.manifest.trace.step == 3 and found.manifest.trace.validation == [(1, 2.5)]
     assert str(found.manifest.trace.extra) == "{'dead': [nan]}"
     assert torch.equal(found.weights["w"], WEIGHTS["w"]) and found.state.keys() == STATE.keys()
-    check_same_run(found, CONFIG, "abc", 1)
+    check_same_run(found, CONFIG, CHECKSUMS, 1)
 
 
 def test_a_new_checkpoint_takes_the_place_of_the_old(tmp_path):
@@ -94,7 +95,7 @@ def test_damaged_tensors_are_refused(tmp_path, file, how):
     ("change", "message"),
     [
         (lambda run: {}, "format|config"),
-        (lambda run: run | {"format": 2}, "format = 2"),
+        (lambda run: run | {"format": 1}, "format = 1"),
         (lambda run: run | {"more": 1}, "more = 1"),
         (lambda run: run | {"sha256": {}}, "safetensors"),
         (lambda run: run | {"trace": run["trace"] | {"losses": ["low"]}}, "trace.losses.0 = 'low'"),
@@ -125,17 +126,20 @@ def test_a_broken_run_json_is_refused(tmp_path, content):
         ({"optimizer": CONFIG.optimizer.model_copy(update={"learning_rate": 0.2})}, "optimizer.learning_rate = 0.2"),
         ({"data": CONFIG.data.model_copy(update={"vocab_size": 512})}, "data.vocab_size = 512: must be 300"),
         ({"model": {"preset": "smoke", "d_ff": 8}}, "model.d_ff = 8: must be 128"),
+        ({"model": {"preset": "smoke", "hard_share": 0.5}}, "model.hard_share = 0.5: must be 0.3 to go on"),
     ],
 )
 def test_another_config_is_refused_by_the_field_that_differs(tmp_path, change, message):
     found = load(write(tmp_path, 3))
     with pytest.raises(ValueError, match=message):
-        check_same_run(found, CONFIG.model_copy(update=change), "abc", 1)
+        check_same_run(found, CONFIG.model_copy(update=change), CHECKSUMS, 1)
 
 
 def test_other_data_and_other_processes_are_refused(tmp_path):
     found = load(write(tmp_path, 3))
     with pytest.raises(ValueError, match="data checksum = 'abd': must be 'abc'"):
-        check_same_run(found, CONFIG, "abd", 1)
+        check_same_run(found, CONFIG, CHECKSUMS | {"data": "abd"}, 1)
+    with pytest.raises(ValueError, match="vocabulary checksum = 'other': must be 'xyz'"):
+        check_same_run(found, CONFIG, CHECKSUMS | {"vocabulary": "other"}, 1)
     with pytest.raises(ValueError, match="processes = 2: must be 1"):
-        check_same_run(found, CONFIG, "abc", 2)
+        check_same_run(found, CONFIG, CHECKSUMS, 2)

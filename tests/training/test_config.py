@@ -94,3 +94,10 @@ def test_other_files_are_refused(tmp_path, content):
 def test_shipped_configs_load():
     files = sorted((repository() / "data" / "configs").glob("*.yaml"))
     assert files and all(TrainConfig.load(file).model_config_() for file in files)
+
+
+def test_one_setting_has_one_form():
+    """So that 1 and 1.0 name one run."""
+    models = ({"preset": "smoke", "variant": "ff", "hard_share": share} for share in (1, 1.0))
+    as_int, as_float = (TrainConfig(**FIELDS | {"model": model}) for model in models)
+    assert as_int.model_dump_json() == as_float.model_dump_json() and '"hard_share":1,' in as_int.model_dump_json()

@@ -8,7 +8,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from sparselib import recording
 from sparselib.cli import app
+from sparselib.results import store
 from sparselib.training import TrainConfig, checkpoints, loop, train_run
 
 FIELDS = {
@@ -46,7 +48,9 @@ def call(*arguments):
 SCRIPT = """
 import sys
 from pathlib import Path
+from sparselib import recording
 from sparselib.cli import app
+from sparselib.results import store
 from sparselib.training import TrainConfig, train_run
 file, out = sys.argv[1:]
 train_run(TrainConfig.load(Path(file)), folder=Path(out), resume=False, progress=False, stop_after=2)
@@ -88,6 +92,25 @@ def test_the_command_refuses_in_one_line(file, tmp_path):
     for bad in (tmp_path / "bad.yaml", tmp_path / "none.yaml"):
         result = call(bad)
         assert result.exit_code == 2 and str(bad) in result.output and result.output.count("\n") == 1
+    for arguments, words in (
+        (("--seed", -1), "--seed: seed = -1"),
+        (("--record", "--out", tmp_path), "left out with --record"),
+    ):
+        result = call(file, *arguments)
+        assert result.exit_code == 2 and words in result.output and result.output.count("\n") == 1
+    assert call(tmp_path).exit_code == 2 and "Is a directory" in call(tmp_path).output
+
+
+def test_the_command_records_what_it_has_trained(file, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARSELIB_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("SPARSELIB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(recording, "code", lambda: recording.Code("a" * 40, "b" * 40))
+    result = call(file, "--record", "--seed", 3)
+    (run,), faults = store.scan()
+    assert result.exit_code == 0 and f"recorded as {run.key}" in result.output and not faults
+    assert (run.seed, len(run.losses), run.machine["processes"]) == (3, 4, 1)
+    again = call(file, "--record", "--seed", 3)  # is read
+    assert again.exit_code == 0 and f"{run.final_loss:.4f}" in again.output
 
 
 @pytest.mark.parametrize(

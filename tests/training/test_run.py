@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparselib.checks import require
 from sparselib.config import ModelConfig, count_parameters
 from sparselib.models import Transformer
 from sparselib.tasks.objectives import Causal, SpanCorruption
@@ -48,7 +49,7 @@ def source(objective, rows):
 @pytest.fixture(autouse=True)
 def data(monkeypatch):
     """Counting, in place of text."""
-    vocabulary = SimpleNamespace(vocab_size=VOCAB, end=1, sentinels=4)
+    vocabulary = SimpleNamespace(vocab_size=VOCAB, end=1, sentinels=4, checksum="counting")
 
     def load(data):
         span = data.objective == "span"
@@ -181,6 +182,29 @@ def test_not_a_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path,
         train_run(run, **QUIET)
 
 
+def test_an_activation_that_is_not_a_number_stops_the_run_in_the_same_words(tmp_path, monkeypatch):
+    """Layers refuse NaN before there is a loss."""
+    spoil(monkeypatch, 6, lambda t: t.bare_model.embedding.weight.data.fill_(float("nan")))
+    with pytest.raises(FloatingPointError, match="an activation is NaN at step 6: .*: .*step_00000004"):
+        train_run(config(checkpoint_every=2), folder=tmp_path, resume=False, progress=False)
+    wild = config(optimizer=dict(learning_rate=1e9, warmup=0))
+    with pytest.raises(FloatingPointError, match="at step [23]: lower the learning rate"):
+        train_run(wild, **QUIET)
+
+
+def test_bad_input_is_not_taken_for_a_training_that_diverges(monkeypatch):
+    spoil(monkeypatch, 2, lambda _: require(False, "x", 1, "something else"))
+    with pytest.raises(ValueError, match="something else"):
+        train_run(config(), **QUIET)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_first_step(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    spoil(monkeypatch, 1, lambda _: 1 / 0)
+    with pytest.raises(OSError, match="checkpoints cannot be written to .*file/folder"):
+        train_run(config(), folder=tmp_path / "file" / "folder", resume=False, progress=False)
+
+
 def test_an_infinite_gradient_never_reaches_the_weights(tmp_path, monkeypatch):
     def blow_up(trainer):
         weight = trainer.bare_model.embedding.weight
@@ -199,15 +223,16 @@ def test_an_infinite_validation_loss_stops_the_run(monkeypatch):
         train_run(config(), **QUIET)
 
 
-def test_ctrl_c_finishes_the_step_and_saves(tmp_path, monkeypatch):
-    handler = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_a_scheduler_finishes_the_step_and_saves(tmp_path, monkeypatch, number):
+    handler = signal.getsignal(number)
     whole = train_run(config("ff"), **QUIET)
-    spoil(monkeypatch, 4, lambda _: signal.raise_signal(signal.SIGINT))
+    spoil(monkeypatch, 4, lambda _: signal.raise_signal(number))
     with pytest.raises(KeyboardInterrupt, match="stopped after step 4 of 7, kept in .*step_00000004"):
         train_run(config("ff"), folder=tmp_path, resume=False, progress=False)
     with pytest.raises(KeyboardInterrupt, match="kept in no folder"):
         train_run(config("ff"), **QUIET)
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
     assert train_run(config("ff"), folder=tmp_path, resume=True, progress=False).losses == whole.losses
 
 
