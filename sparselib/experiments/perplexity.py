@@ -125,21 +125,39 @@ TUNING = ("tuning", "tuning_again")
 
 def load_tuning(sweeps: Sequence[str] = TUNING) -> tuple[Recorded, DataFrame]:
     """The runs of sweeps over learning rates, and a row for each model and rate: its mean loss, of how many seeds."""
-    configs = [config for name in sweeps for config in planned_runs(name)]
-    kinds = [config.variant.rpartition("_")[0] for config in configs]  # before the rate
-    names = [f"{config.experiment}/{config.variant}" for config in configs]
-    recorded = load([Row(c.variant, name, kind) for c, name, kind in zip(configs, names, kinds, strict=True)])
+    recorded, frame = _load_tries([config for name in sweeps for config in planned_runs(name)])
+    tries = frame.groupby(["variant", "learning rate"], sort=False, as_index=False)
+    return recorded, tries.agg(**{"loss (nats)": ("loss (nats)", "mean"), "seeds": ("loss (nats)", "count")})
+
+
+def load_warmup() -> tuple[Recorded, DataFrame]:
+    """The runs of the sweep over warm-up with those of 60 steps from `tuning`; a row a model, its losses by warm-up."""
+    used = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
+    configs = [config for name in ("warmup", "tuning") for config in planned_runs(name)]
+    recorded, frame = _load_tries([c for c in configs if c.optimizer.learning_rate == used.get(_kind(c))])
+    table = frame.pivot(index="variant", columns="warm-up", values="loss (nats)").loc[list(used)]
+    table.index = [look(kind).label for kind in table.index]
+    return recorded, table.rename(columns="{} steps (nats)".format).rename_axis("model").reset_index()
+
+
+def _kind(config: TrainConfig) -> str:
+    """Of a model that is named by its kind and by what is tried with it."""
+    return config.variant.rpartition("_")[0]
+
+
+def _load_tries(configs: Sequence[TrainConfig]) -> tuple[Recorded, DataFrame]:
+    """The runs of these configs, and a row for each: what was tried, and the loss, if it is recorded."""
+    recorded = load([Row(c.variant, f"{c.experiment}/{c.variant}", _kind(c)) for c in configs])
     rows = [
         {
-            "variant": kind,
+            "variant": _kind(config),
             "learning rate": config.optimizer.learning_rate,
+            "warm-up": config.optimizer.warmup,
             "loss (nats)": next((run.final_loss for run in runs.values()), None),
         }
-        for config, kind, runs in zip(configs, kinds, recorded.runs, strict=True)
+        for config, runs in zip(configs, recorded.runs, strict=True)
     ]
-    frame = DataFrame(rows).astype({"loss (nats)": float})
-    losses = frame.groupby(["variant", "learning rate"], sort=False)["loss (nats)"]
-    return recorded, losses.agg(**{"loss (nats)": "mean", "seeds": "count"}).reset_index()
+    return recorded, DataFrame(rows).astype({"loss (nats)": float})
 
 
 def tuning_table(frame: DataFrame, takers: Sequence[str] = ("figure1", "ablations")) -> DataFrame:

@@ -17,7 +17,8 @@ DIGITS = ("copy", "copy_parts", "copy_tuning", "addition", "addition_parts")  # 
 OF_TERRAFORMER = ("appendix", "appendix_tuning", "reversible", *DIGITS)  # notebooks 14 and 16
 SWEEPS = [name for name in FILES if name not in OF_TERRAFORMER]
 LAPTOP = [name for name in SWEEPS if name != "figure1_paper"]
-REPORTED = [name for name in LAPTOP if name not in perplexity.TUNING]
+TRIED = (*perplexity.TUNING, "warmup")
+REPORTED = [name for name in LAPTOP if name not in TRIED]
 FIGURES = [
     perplexity.figure_1(),
     perplexity.figure_1("figure1_paper"),
@@ -60,9 +61,7 @@ def test_what_a_figure_compares_differs_in_the_model_alone_and_weighs_the_same(r
 
 def test_every_recorded_run_is_shown():
     shown = {row.run for rows in FIGURES for row in rows}
-    planned = {
-        f"{c.experiment}/{c.variant}" for name in SWEEPS if name not in perplexity.TUNING for c in planned_runs(name)
-    }
+    planned = {f"{c.experiment}/{c.variant}" for name in SWEEPS if name not in TRIED for c in planned_runs(name)}
     assert shown == planned
 
 
@@ -114,6 +113,17 @@ def test_tuning_table_names_the_best_rate():
     assert table["best"][0] == 0.004  # the mean of both
     assert table["best"][1] == 0.008  # at 0.016 the first seed was better, but has no second
     assert table["loss (nats)"][0] == pytest.approx((5.002 + 4.9) / 2)
+
+
+def test_warm_up_is_compared_at_the_rate_of_each_model():
+    recorded, frame = perplexity.load_warmup()
+    assert frame.shape == (4, 4) and frame.iloc[:, 1:].isna().all(axis=None)
+    invent("warmup", lambda c: c.optimizer.warmup / 100)
+    invent("tuning", lambda c: 100 * c.optimizer.learning_rate)
+    frame = perplexity.load_warmup()[1].set_index("model")
+    assert list(frame) == ["20 steps (nats)", "60 steps (nats)", "180 steps (nats)"]
+    assert frame.loc["dense"].tolist() == pytest.approx([0.2, 0.4, 1.8])
+    assert frame.loc["sparse QKV"].tolist() == pytest.approx([0.2, 0.8, 1.8])
 
 
 def test_each_size_is_compared_with_its_own_dense_model():
