@@ -30,17 +30,21 @@ MEASURES = {"tokens": "tokens (%)", "sequences": "sequences (%)"}
 FORMATS = {f"{where}, {name}": "{:.1f}" for where in ("within", "beyond", "paper") for name in MEASURES.values()}
 
 
-TUNING = ("copy_tuning",)
+def tuning_of(task: str) -> tuple[str, ...]:
+    """Sweeps over learning rates of the two models of a task."""
+    return (f"{task}_tuning",)
 
 
 def rows_of(task: str) -> tuple[Row, ...]:
-    """The models of a task: the two of table 4, then the Terraformer with one thing otherwise."""
+    """The models of a task: the two of table 4, the Terraformer with one thing otherwise, a Transformer with its
+    positions."""
     return (
         Row("Transformer", f"{task}/dense", "dense"),
         Row("Terraformer", f"{task}/terraformer", "terraformer"),
         Row("without recurrence", f"{task}_parts/no_recurrence", "terraformer"),
         Row("positions from 0", f"{task}_parts/from_zero", "terraformer"),
         Row("one attention", f"{task}_parts/one_attention", "terraformer"),
+        Row("Transformer, its positions", f"{task}_parts/transformer", "dense"),
     )
 
 
@@ -149,7 +153,7 @@ def verdict(recorded: Mapping[str, Recorded]) -> tuple[str, str]:
 
 
 def parts(part: Recorded) -> str:
-    """What each thing taken away from the Terraformer costs, in words."""
+    """What each thing taken away from the Terraformer costs, and how far a Transformer with its positions is behind."""
     words = []
     for index, row in enumerate(part.rows[2:], start=2):
         found = gap(part, index, 1, "beyond.tokens")

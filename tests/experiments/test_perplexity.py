@@ -13,7 +13,7 @@ from sparselib.results import statistics
 from .invented import invent
 
 FILES = sorted(path.stem for path in (repository() / "data" / "sweeps").glob("*.yaml"))
-DIGITS = ("copy", "copy_parts", "copy_tuning", "addition", "addition_parts")  # notebook 15
+DIGITS = ("copy", "copy_parts", "copy_tuning", "addition", "addition_parts", "addition_tuning")  # notebook 15
 OF_TERRAFORMER = ("appendix", "appendix_tuning", "reversible", *DIGITS)  # notebooks 14 and 16
 SWEEPS = [name for name in FILES if name not in OF_TERRAFORMER]
 LAPTOP = [name for name in SWEEPS if name != "figure1_paper"]
