@@ -93,8 +93,9 @@ class ModelConfig:
     attend by hashing (None: to all).
 
     Terraformer alone: ``n_attentions`` in a decoder block, ``reversible_encoder`` (else it is trained with its
-    activations kept, and its streams are joined at its end), ``ff_chunk`` > 0 works through the feedforward so many
-    positions at a time. Errors: ValueError naming the field, its value, what is allowed.
+    activations kept, and its streams are joined at its end), ``two_swaps`` of its streams in every encoder block (else
+    one), ``ff_chunk`` > 0 works through the feedforward so many positions at a time. Errors: ValueError naming the
+    field, its value, what is allowed.
     """
 
     vocab_size: int
@@ -128,6 +129,7 @@ class ModelConfig:
     sru_layers: int = 1
     n_attentions: int = 2
     reversible_encoder: bool = True
+    two_swaps: bool = True
     ff_chunk: int = 0
 
     def __post_init__(self) -> None:
@@ -153,7 +155,7 @@ class ModelConfig:
             require_size(field, getattr(self, field), minimum=0)
         for field in ("sru_layers", "n_attentions"):
             require_size(field, getattr(self, field))
-        for field in ("hidden_bias", "controller_bias", "modules_are_heads", "reversible_encoder"):
+        for field in ("hidden_bias", "controller_bias", "modules_are_heads", "reversible_encoder", "two_swaps"):
             require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
         require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require_multiple("d_model", self.d_model, self.n_heads, "n_heads")
@@ -163,8 +165,18 @@ class ModelConfig:
         for field in ("attention", "encoder_attention"):
             fits = self.lsh is None or getattr(self, field) in (None, *HASHING)
             require(fits, field, getattr(self, field), f"one of {', '.join(map(repr, HASHING))} with lsh")
+        self._check_architecture()
         self._check_feedforward()
         self._check_modules()
+
+    def _check_architecture(self) -> None:
+        """What is the Terraformer's alone is not to be set for another, which would not heed it."""
+        if self.architecture == "terraformer":
+            return
+        for field in ("n_attentions", "reversible_encoder", "two_swaps", "ff_chunk"):
+            default = type(self).__dataclass_fields__[field].default
+            allowed = f"{default!r} when architecture is {self.architecture!r}"
+            require(getattr(self, field) == default, field, getattr(self, field), allowed)
 
     def _check_feedforward(self) -> None:
         require_choice("controller", self.controller, CONTROLLERS)

@@ -397,7 +397,7 @@ def unembed(x, w, config):
     return dense(x, out) if config.loss_sparsity == 1 else multiplicative(x, out, config.loss_sparsity)
 
 
-def terraformer(w, config, source, target, two_swaps=True):
+def terraformer(w, config, source, target):
     """Logits (T2, vocab) for lists of token ids, one row without padding."""
     sizes = (config.n_heads, config.n_modules)
     table = sinusoids(config.max_len, config.d_model)
@@ -416,7 +416,7 @@ def terraformer(w, config, source, target, two_swaps=True):
             x1, x2 = (x2, x1 + z) if swaps[kind] else (x1 + z, x2)
         return x1, x2
 
-    swaps = {"attention": True, "feedforward": two_swaps}
+    swaps = {"attention": True, "feedforward": config.two_swaps}
     x1, x2 = run("encoder", encoder, config.attention_of_encoder, sight(False), e, e, swaps)
     if not config.reversible_encoder:
         x1 = x2 = layer_norm(dense((x1 + x2) / 2, under(w, "encoder_output")), under(w, "encoder_norm"))

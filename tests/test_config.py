@@ -317,3 +317,17 @@ def test_variants_of_the_laptop_preset_can_weigh_the_same(variant):
 def test_a_target_below_the_smallest_model_is_refused():
     with pytest.raises(ValueError, match=r"^target = 10: must be reachable with a positive d_ff"):
         with_equal_weights(preset("smoke"), 10)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value", "message"),
+    [
+        ("encoder_decoder", "n_attentions", 3, "n_attentions = 3: must be 2 when architecture is 'encoder_decoder'"),
+        ("decoder", "reversible_encoder", False, "reversible_encoder = False: must be True when architecture is"),
+        ("decoder", "two_swaps", False, "two_swaps = False: must be True when"),
+        ("decoder", "ff_chunk", 4, "ff_chunk = 4: must be 0 when"),
+    ],
+)
+def test_what_an_architecture_would_not_heed_is_refused(architecture, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        preset("smoke", architecture=architecture, n_encoder_layers=int(architecture != "decoder"), **{field: value})

@@ -329,8 +329,9 @@ class Engine:
         require(real.shape == shape, "mask.shape", real.shape, str(shape))
         require(bool(np.isin(real, (0, 1)).all()), "mask", "another number", "made of bool or 0 and 1")
         lengths = (real != 0).sum(1)
-        at_the_end = bool(((real != 0) == (np.arange(shape[1]) < lengths[:, None])).all())
-        require(at_the_end and bool((lengths > 0).all()), "mask", real.tolist(), "1 for at least one token, then 0")
+        good = ((real != 0) == (np.arange(shape[1]) < lengths[:, None])).all(1) & (lengths > 0)
+        bad = np.flatnonzero(~good)[:1].tolist()
+        require(not bad, "mask", f"otherwise in row {bad}", "1 for at least one token, then 0")
         return lengths
 
 

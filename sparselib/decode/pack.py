@@ -88,8 +88,8 @@ class Packed:
 def pack(model: Transformer | Terraformer, dtype: str = "fp32") -> Packed:
     """A model's weights in ``dtype``: fp32, bf16 (rounded to the nearest) or int8 (one scale a row, absmax / 127).
 
-    Errors: ValueError for an unknown dtype, an encoder-only model or weights that are not finite; MemoryError, with
-    the numbers, if the copy does not fit.
+    Errors: ValueError for an unknown dtype, an encoder-only model, a Terraformer without ``two_swaps`` or weights that
+    are not finite; MemoryError, with the numbers, if the copy does not fit.
     """
     packed = _empty(model.config, dtype, encoder=True)
     weights = model.state_dict()
@@ -147,6 +147,7 @@ def _fill(w: np.ndarray, chunk: tuple[int, int, np.float32], seed: int) -> int:
 def _empty(config: ModelConfig, dtype: str, encoder: bool) -> Packed:
     require_choice("dtype", dtype, tuple(DTYPES))
     require(config.has_decoder, "architecture", config.architecture, "one with a decoder")
+    require(config.two_swaps, "two_swaps", config.two_swaps, "True: the engine's streams swap after every half")
     if config.lsh is not None:
         few = config.lsh.padding_bucket < 2**31
         require(few, "lsh.n_buckets", config.lsh.n_buckets, "fewer than 2^31 in all: a bucket is kept in 32 bits")

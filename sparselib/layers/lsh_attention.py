@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checks import require, require_multiple, require_size
 from .attention import AttentionState, SelfAttention, merge_heads
@@ -23,14 +23,22 @@ from .multiplicative import MultiplicativeDense
 
 @dataclass(frozen=True)
 class LSHState(AttentionState):
-    """As in any attention, with the keys normalised, and the buckets of all positions so far: ints (B, H, R, T)."""
+    """As in any attention, with the keys normalised, and the buckets of all positions so far: ints (B, H, R, T).
+
+    Positions that are not ``real`` are in ``padding_bucket``, which no query is in.
+    """
 
     buckets: Tensor = field(kw_only=True)
 
+    padding_bucket: int = field(kw_only=True)
+
     @staticmethod
-    def join(states: Sequence[AttentionState]) -> AttentionState:
-        lengths = [state.keys.shape[2] for state in states]
-        raise ValueError(f"lengths = {lengths}: must be equal, attention by hashing decodes rows of one length")
+    def join(states: Sequence[Any]) -> LSHState:
+        joined, number = AttentionState.join(states), states[0].padding_bucket
+        width = joined.keys.shape[2]
+        rows = [nn.functional.pad(s.buckets, (0, width - s.buckets.shape[3]), value=number) for s in states]
+        parts = dict(layers=joined.layers, real=joined.real, padding_bucket=number)
+        return LSHState(joined.keys, joined.values, **parts, buckets=torch.cat(rows))
 
 
 class LSHAttention(SelfAttention):
@@ -41,7 +49,8 @@ class LSHAttention(SelfAttention):
     in. That needs the whole sequence, so ``step`` does what those chunks stand for (:func:`bucket_attend`): it sees the
     latest chunk_len (n_chunks_before + 1) earlier positions of its own bucket in each round, and nobody of another.
     ``prefill`` equals the steps, not the forward. All are equal if one bucket holds all and a chunk covers the length.
-    In decoding the first ``full_below`` positions keep full attention, however many follow.
+    In decoding the first ``full_below`` positions of a row keep full attention, however many follow. Padding does not
+    count: a row of a batch is attended to in full if it were so alone.
 
     Buckets come from ``rotations`` (H, R, dh, half the sum of the factors of n_buckets), a buffer drawn once; while
     training, forward draws others at every call, the same for all sequences of the batch. Errors: ValueError for a
@@ -59,7 +68,8 @@ class LSHAttention(SelfAttention):
     def init_state(self, batch: int) -> LSHState:
         before = super().init_state(batch)
         buckets = torch.zeros(batch, self.n_heads, self.sizes.n_hashes, 0, dtype=torch.long, device=before.keys.device)
-        return LSHState(before.keys, before.values, before.layers, buckets=buckets)
+        number = self.sizes.padding_bucket
+        return LSHState(before.keys, before.values, before.layers, buckets=buckets, padding_bucket=number)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix_length: Tensor | None) -> Tensor:
         _refuse(prefix_length)
@@ -69,7 +79,17 @@ class LSHAttention(SelfAttention):
         # Drawn outside of the choice: when it is repeated, the generator moves on as it did the first time.
         rotations = torch.randn_like(self.rotations) if self.training else self.rotations
         buckets = choose(lambda: hash_buckets(qk, rotations, self.sizes, mask), self.sizes.padding_bucket + 1)
-        return merge_heads(lsh_attend(qk, v, buckets, self.sizes, self.causal, mask))
+        y = lsh_attend(qk, v, buckets, self.sizes, self.causal, mask)
+        return merge_heads(y if mask is None else self._short_in_full(y, qk, v, mask))
+
+    def _short_in_full(self, y: Tensor, qk: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """``y`` with full attention in the rows that have nothing real behind the first ``full_below`` positions."""
+        n = self.sizes.full_below
+        short = ~mask[:, n:].any(1)
+        if not n or not short.any():
+            return y
+        full = full_attend(qk[:, :, :n], normalized(qk[:, :, :n]), v[:, :, :n], self.causal, mask[:, :n])
+        return torch.cat([torch.where(short[:, None, None, None], full, y[:, :, :n]), y[:, :, n:]], dim=2)
 
     def _attend_on(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, prefix_length: Tensor | None
@@ -77,8 +97,10 @@ class LSHAttention(SelfAttention):
         _refuse(prefix_length)
         qk = (q + k) / 2
         buckets = choose(lambda: hash_buckets(qk, self.rotations, self.sizes), self.sizes.padding_bucket + 1)
+        real = state.real if state.real is None else nn.functional.pad(state.real, (0, qk.shape[2]), value=True)
         state = replace(
             state,
+            real=real,
             keys=torch.cat([state.keys, normalized(qk)], dim=2),
             values=torch.cat([state.values, v], dim=2),
             buckets=torch.cat([state.buckets, buckets], dim=3),
@@ -86,19 +108,27 @@ class LSHAttention(SelfAttention):
         return merge_heads(self._decode(qk, state)), state
 
     def _decode(self, q: Tensor, state: LSHState) -> Tensor:
-        """The last positions of ``state``: full attention for those among the first ``full_below``, then buckets."""
+        """The last positions of ``state``, a chunk at a time, which bounds the memory."""
         total = state.keys.shape[2]
-        start = past = total - q.shape[2]
-        y = []
-        while start < total:
-            full = start < self.sizes.full_below
-            stop = min(total, self.sizes.full_below if full else start + self.sizes.chunk_len)  # bounds the memory
-            queries = q[:, :, start - past : stop - past]
-            keys, v, buckets = state.keys[:, :, :stop], state.values[:, :, :stop], state.buckets[..., :stop]
-            window = self.sizes.window
-            y.append(full_attend(queries, keys, v) if full else bucket_attend(queries, keys, v, buckets, window))
-            start = stop
+        past, y = total - q.shape[2], []
+        for start in range(past, total, self.sizes.chunk_len):
+            stop = min(total, start + self.sizes.chunk_len)
+            y.append(self._decode_chunk(q[:, :, start - past : stop - past], state, stop))
         return torch.cat(y, dim=2)
+
+    def _decode_chunk(self, q: Tensor, state: LSHState, stop: int) -> Tensor:
+        """The queries of the positions before ``stop``: full attention if its place in its row is below
+        ``full_below``, else buckets."""
+        keys, v, start = state.keys[:, :, :stop], state.values[:, :, :stop], stop - q.shape[2]
+        real = None if state.real is None else state.real[:, :stop]
+        places = torch.arange(stop, device=q.device)[None] if real is None else real.cumsum(1) - 1  # (1 or B, T)
+        in_full = places[:, start:] < self.sizes.full_below  # (1 or B, L)
+        if in_full.all():
+            return full_attend(q, keys, v, mask=real)
+        found = bucket_attend(q, keys, v, state.buckets[..., :stop], self.sizes.window)
+        if not in_full.any():
+            return found
+        return torch.where(in_full[:, None, :, None], full_attend(q, keys, v, mask=real), found)
 
 
 class DenseLSHAttention(LSHAttention):

@@ -72,11 +72,19 @@ class FeedForwardHalf(Layer):
         return y[:, 0], state
 
     def _advance(self, x: Tensor, state: tuple[Any, Any], how: Advance) -> tuple[Tensor, tuple[Any, Any]]:
-        y, feedforward = how(self.feedforward, self.norm(x), state[0])
+        y, feedforward = self._in_parts(self.norm(x), state[0], how)
         if not self.recurrent:
             return y, (feedforward, None)
         z, recurrence = how(self.recurrence, self.recurrence_norm(x), state[1])
         return y + z, (feedforward, recurrence)
+
+    def _in_parts(self, x: Tensor, state: Any, how: Advance) -> tuple[Tensor, Any]:
+        """The feedforward on ``ff_chunk`` positions after the other: a long prompt needs the memory of one chunk."""
+        parts = []
+        for part in x.split(self.chunk or x.shape[1], dim=1):
+            y, state = how(self.feedforward, part, state)
+            parts.append(y)
+        return torch.cat(parts, dim=1), state
 
 
 def _places(lengths: Tensor, n_target: int) -> Tensor:
@@ -112,14 +120,14 @@ class TerraformerState:
 class Terraformer(nn.Module):
     """Reversible encoder-decoder; sizes and layers as ``config`` says, ``architecture="terraformer"``.
 
-    Encoder blocks: x1 += attention(x2), swap, x1 += feedforward(x2), swap, without swap after it if not
+    Encoder blocks: x1 += attention(x2), swap, x1 += feedforward(x2), swap, without the second swap if not
     ``two_swaps``. Decoder blocks: ``n_attentions`` times attention and swap, then feedforward and swap, causal over
     source and target together. At the end the mean of both streams, LN, the target's positions, the unembedding. One
     embedding for both sides, a position table for each. Nothing is shifted inside: logits at t are the prediction for
     target position t + 1. ``remember``: what the backward pass has from the forward pass, see :class:`ReversibleStack`.
     """
 
-    def __init__(self, config: ModelConfig, *, remember: str = "choices", two_swaps: bool = True):
+    def __init__(self, config: ModelConfig, *, remember: str = "choices"):
         super().__init__()
         require(config.architecture == "terraformer", "architecture", config.architecture, "'terraformer'")
         self.config = config
@@ -134,7 +142,7 @@ class Terraformer(nn.Module):
         for _ in range(config.n_layers):
             decoder += [AttentionHalf(config, config.attention, causal=True) for _ in range(config.n_attentions)]
             decoder.append(FeedForwardHalf(config))
-        swaps = [True, two_swaps] * config.n_encoder_layers
+        swaps = [True, config.two_swaps] * config.n_encoder_layers
         self.encoder = ReversibleStack(encoder, swaps, remember if config.reversible_encoder else "everything")
         if not config.reversible_encoder:
             self.encoder_output, self.encoder_norm = Dense(config.d_model, config.d_model), layer_norm(config)
@@ -144,7 +152,9 @@ class Terraformer(nn.Module):
     def forward(self, source: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Logits (B, T2, V) for ``target`` (B, T2), given ``source`` (B, T1) and its ``mask``: 1 = real, then 0.
 
-        Errors: ValueError naming the input, also for padding that is not at the end of its row.
+        With hashing, padding leaves a row's buckets as they are; but a row's first chunk has the batch's last one as
+        its neighbour, as in the reference code, so how wide the batch is makes a small difference there. Errors:
+        ValueError naming the input, also for padding that is not at the end of its row.
         """
         for tokens, name in ((source, "source"), (target, "target")):
             check_tokens(tokens, self.config.vocab_size, 2, name)
@@ -152,7 +162,11 @@ class Terraformer(nn.Module):
         starts = self.positions.starts(len(source), max(source.shape[1], target.shape[1]))
         x1, x2, lengths = self._encode(source, mask, starts)
         d = self.dropout(self.positions(self.embedding(target), starts))
-        y1, y2 = self.decoder(concatenate(x1, d, lengths), concatenate(x2, d, lengths))
+        streams = concatenate(x1, d, lengths), concatenate(x2, d, lengths)
+        real = None  # what is left behind a row is seen by nobody; but hashing would give it places among the others
+        if mask is not None and self.config.lsh is not None:
+            real = torch.arange(streams[0].shape[1], device=d.device) < lengths[:, None] + d.shape[1]
+        y1, y2 = self.decoder(*streams, mask=real)
         return self._logits(strip(y1, lengths, d.shape[1]), strip(y2, lengths, d.shape[1]))
 
     def init_state(self, batch: int, source: Tensor, mask: Tensor | None = None) -> TerraformerState:
@@ -160,7 +174,7 @@ class Terraformer(nn.Module):
         require_size("batch", batch, minimum=0)
         check_tokens(source, self.config.vocab_size, 2, "source")
         require(len(source) == batch, "source.shape", tuple(source.shape), f"of batch {batch}")
-        x1, x2, lengths = self._encode(source, mask, 0)
+        x1, x2, lengths = self._encode(source, mask)
         empty = TerraformerState(0, batch, tuple(half.init_state(batch) for half in self._halves()))
         if not batch or bool((lengths == lengths[0]).all()):
             n = int(lengths[0]) if batch else x1.shape[1]
@@ -183,7 +197,7 @@ class Terraformer(nn.Module):
         check_tokens(tokens, self.config.vocab_size, 2)
         return self._decode(tokens, state, prefill_with)
 
-    def _encode(self, source: Tensor, mask: Tensor | None, starts: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _encode(self, source: Tensor, mask: Tensor | None, starts: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
         """The source's vectors in both streams (B, T1, d_model), and how many of each row are real."""
         lengths = torch.full((len(source),), source.shape[1], device=source.device)
         if mask is not None:

@@ -119,8 +119,9 @@ def terraformer(file: GoldenFile, compare: Comparison) -> None:
     """The whole batch at once, then decoded: the batch together, and by chunks."""
     sizes = dict(n_layers=file.arg("n_decoder_layers"), n_encoder_layers=file.arg("n_encoder_layers"))
     sizes |= dict(n_attentions=file.arg("n_decoder_attention_layers"), encoder_attention="dense")
-    config = _model_config(file, architecture="terraformer", reversible_encoder=file.arg("reversible_encoder"), **sizes)
-    model = Terraformer(config, two_swaps=file.arg("use_two_swaps_per_encoder_block")).eval()
+    sizes |= dict(reversible_encoder=file.arg("reversible_encoder"))
+    sizes |= dict(two_swaps=file.arg("use_two_swaps_per_encoder_block"))
+    model = Terraformer(_model_config(file, architecture="terraformer", **sizes)).eval()
     _adapt(file, model)
     weights = Weights(file, model)
     weights.terraformer(model)

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from sparselib.config import VARIANTS, preset
 from sparselib.decode import DTYPES, Engine, Packed, pack, pack_random
-from sparselib.models import Transformer
+from sparselib.models import Terraformer, Transformer
 
 from ..models.build import DECODING, make, make_preset
 from .engines import unpacked
@@ -139,6 +139,12 @@ def test_a_model_without_decoder_is_refused():
     for make_packed in (lambda: pack(make("encoder")), lambda: pack_random(make("encoder").config)):
         with pytest.raises(ValueError, match="architecture = 'encoder'.*decoder"):
             make_packed()
+
+
+def test_a_terraformer_whose_streams_swap_once_is_refused():
+    config = preset("smoke", architecture="terraformer", two_swaps=False)
+    with pytest.raises(ValueError, match="two_swaps = False: must be True"):
+        pack(Terraformer(config))
 
 
 def test_what_does_not_fit_in_memory_is_refused_with_numbers(monkeypatch):

@@ -151,7 +151,7 @@ def test_a_state_that_is_too_long_is_refused():
         (dict(source=[[1.0], [2.0]]), "source.dtype"),
         (dict(source=[[1] * 5] * 2), "source.shape = .*source_len = 4"),
         (dict(source=[[1, 2]] * 2, mask=[[1, 1], [0, 0]]), "mask"),
-        (dict(source=[[1, 2]] * 2, mask=[[1, 1], [0, 1]]), "mask"),
+        (dict(source=[[1, 2]] * 2, mask=[[1, 1], [0, 1]]), r"mask = 'otherwise in row \[1\]': must be 1 for at least"),
         (dict(source=[[1, 2]] * 2, mask=[1, 1]), "mask.shape"),
         (dict(memory=np.full((2, 3, 8), NAN)), "memory = 'NaN or infinite'"),
         (dict(memory=np.full((2, 3, 8), math.inf)), "memory = 'NaN or infinite'"),

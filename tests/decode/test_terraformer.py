@@ -127,7 +127,7 @@ def test_vectors_in_place_of_a_source_go_into_both_streams():
     model = make(**SPARSE)
     inputs = Inputs(model, 1)
     vectors = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    model._encode = lambda source, mask: (vectors, vectors, torch.tensor([3]))
+    model._encode = lambda *_: (vectors, vectors, torch.tensor([3]))
     with torch.no_grad():
         expected = model(inputs.source, inputs.tokens)
     engine = Engine(pack(model), source_len=3)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparselib.bench.memory import peak_bytes
 from sparselib.config import (
     ATTENTIONS,
     FEEDFORWARDS,
@@ -52,6 +53,7 @@ def configs(draw):
         n_attentions=draw(st.integers(1, 3)),
         n_layers=draw(st.integers(1, 2)),
         reversible_encoder=draw(st.booleans()),
+        two_swaps=draw(st.booleans()),
         ff_chunk=draw(st.sampled_from([0, 2, 20])),
         positions=draw(st.sampled_from(POSITIONS)),
         controller=draw(st.sampled_from(["paper", "reference"])),
@@ -68,11 +70,11 @@ def outcome(model, source, target, mask):
 
 
 @settings(max_examples=25)
-@given(config=configs(), two_swaps=st.booleans(), n=st.integers(1, SOURCE), seed=seeds)
-def test_logits_equal_the_slow_reference(config, two_swaps, n, seed):
-    model = randomized(Terraformer(config, two_swaps=two_swaps), seed, scale=0.3)
+@given(config=configs(), n=st.integers(1, SOURCE), seed=seeds)
+def test_logits_equal_the_slow_reference(config, n, seed):
+    model = randomized(Terraformer(config), seed, scale=0.3)
     source, target = ids(1, n, high=V, seed=seed), ids(1, TARGET, high=V, seed=seed + 1)
-    expected = slow.terraformer(slow.weights_of(model), config, source[0].tolist(), target[0].tolist(), two_swaps)
+    expected = slow.terraformer(slow.weights_of(model), config, source[0].tolist(), target[0].tolist())
     # Sinusoids are held in float32.
     close(model(source, target)[0], expected, atol=1e-9 if config.positions == "learned" else 1e-4)
 
@@ -144,8 +146,50 @@ def test_a_short_sequence_is_attended_to_in_full_by_the_rules_of_hashing():
     logits = model(source, target)
     close(by_steps(model, target, model.init_state(2, source))[0], logits)
     assert not torch.allclose(make(attention="mult_conv", lsh=LSH)(source, target), logits)
-    with pytest.raises(ValueError, match=r"lengths = \[2, 5\]: must be equal"):
-        model.init_state(2, source, mask_of([2, SOURCE]))
+
+
+@pytest.mark.parametrize("full_below", [0, 4, 7, 20])
+def test_ragged_rows_with_hashing_decode_as_each_alone(full_below):
+    """Their encoder attends in full: a row's neighbours in its list depend on the width of the batch."""
+    model, lengths = make(attention="mult_conv", lsh=dataclasses.replace(LSH, full_below=full_below)), [2, SOURCE, 1]
+    model.encoder.halves[0].attention.sizes = dataclasses.replace(LSH, full_below=SOURCE)
+    source, target = ids(3, SOURCE, high=V), ids(3, TARGET, high=V, seed=1)
+    state = model.init_state(3, source, mask_of(lengths))
+    before = snapshot(state)
+    together, _ = by_steps(model, target, state)
+    close(by_chunks(model, target, state, [1, TARGET - 1])[0], together)
+    assert unchanged(state, before)
+    for row, n in enumerate(lengths):
+        alone = model.init_state(1, source[row : row + 1, :n])
+        close(together[row : row + 1], by_steps(model, target[row : row + 1], alone)[0])
+
+
+def test_padding_has_no_place_among_the_buckets():
+    model, lengths = make(attention="mult_conv", lsh=LSH), [2, SOURCE]
+    source, target = ids(2, SOURCE, high=V), ids(2, TARGET, high=V, seed=1)
+    logits, other = model(source, target, mask=mask_of(lengths)), source.clone()
+    other[0, 2:] = 0
+    assert torch.equal(model(other, target, mask=mask_of(lengths)), logits)
+
+
+def test_a_short_row_is_attended_to_in_full_however_long_the_others():
+    model = make(attention="mult_conv", lsh=dataclasses.replace(LSH, full_below=2 + TARGET))
+    source, target = ids(2, SOURCE, high=V), ids(2, TARGET, high=V, seed=1)
+    together = model(source, target, mask=mask_of([2, SOURCE]))
+    close(together[0], model(source[:1, :2], target[:1])[0])
+    close(together[1], model(source[1:], target[1:])[0])
+
+
+def test_a_long_prompt_takes_the_feedforward_by_chunks():
+    whole, chunked = (make(d_ff=256, ff_chunk=chunk).eval() for chunk in (0, 2))
+    x, results, sizes = torch.randn(1, 64, 8, dtype=torch.float64), [], []
+    for half in (model.decoder.halves[2] for model in (whole, chunked)):
+        state = half.init_state(1)
+        with torch.no_grad():
+            sizes.append(peak_bytes(lambda half=half, state=state: half.prefill(x, state)))
+            results.append(half.prefill(x, state)[0])
+    close(*results)
+    assert sizes[1] < sizes[0] / 2
 
 
 def test_nothing_sees_a_later_target_and_all_sees_the_source():
