@@ -31,6 +31,13 @@ def test_rebuilt_activations_do_not_grow_with_depth():
     assert [line.get_label() for line in axis.lines] == ["kept", "rebuilt"]
 
 
+def test_nor_at_one_short_sequence():
+    """Gradients and random states, not the activations, are then most of what could be held."""
+    config = preset("laptop", "ff_qkv", architecture="terraformer", n_encoder_layers=1, dropout=0.1)
+    sizes = [step_cost(replace(config, n_layers=n), "choices", Shape(1, 64, 64))[0] for n in (2, 24)]
+    assert sizes[1] < 1.15 * sizes[0]
+
+
 def test_every_way_is_timed_and_weighed_up_to_its_longest():
     ways, shapes = reversibility.ways(LSH, 4), [SHAPE, Shape(1, 28, 4)]
     frame = reversibility.cost_by_length(CONFIG, shapes, ways, {"kept": 20})

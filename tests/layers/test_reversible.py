@@ -14,6 +14,7 @@ from sparselib.layers.decisions import choose
 from ..helpers import randomized, vectors
 
 D = 4
+CHANGED = "a weight, a buffer or an input changed between the forward and the backward pass"
 
 
 class Half(nn.Module):
@@ -183,13 +184,79 @@ def test_bfloat16_under_autocast():
     assert (found[0] - gradients(model, *x)[0]).abs().max() > 1e-4
 
 
-def test_a_weight_that_changed_since_the_forward_pass_is_an_error():
+def stream_sum(model, shift=0.0):
+    return sum(y.sum() for y in model(*streams(), shift=shift))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_weight_that_changed_since_the_forward_pass_is_an_error(trains):
     model = stack()
-    y1, y2 = model(*streams())
+    model.halves[1].layer.w1.requires_grad_(trains)
+    loss = stream_sum(model)
     with torch.no_grad():
         model.halves[1].layer.w1.add_(1)
-    with pytest.raises(RuntimeError, match="a weight or an input changed between the forward and the backward pass"):
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
+def test_a_buffer_or_what_halves_are_given_that_changed_is_an_error():
+    model, shift = stack(), vectors(2, 5, D, seed=4)
+    model.halves[2].layer.register_buffer("table", torch.zeros(3))
+    for changed in (model.halves[2].layer.table, shift):
+        loss = stream_sum(model, shift)
+        changed.add_(1)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            loss.backward()
+
+
+def test_an_output_that_changed_is_an_error():
+    model = stack(swaps=[False] * 4)
+    y1, y2 = model(*(x.requires_grad_() for x in streams()))
+    with torch.no_grad():
+        y1.detach().add_(1)
+    with pytest.raises(RuntimeError, match=CHANGED):
         (y1 + y2).sum().backward()
+
+
+@pytest.mark.parametrize("change", [nn.Module.eval, lambda layer: layer.requires_grad_(False)])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_part_switched_since_the_forward_pass_is_an_error(change, chunked):
+    model = stack()
+    loss = in_chunks(model.halves[1].layer, streams()[0], 2).sum() if chunked else stream_sum(model)
+    change(model.halves[1].layer)
+    with pytest.raises(RuntimeError, match=r"train\(\), eval\(\) or requires_grad_\(\) was called between"):
+        loss.backward()
+
+
+def test_a_frozen_weight_of_a_chunked_layer_that_changed_is_an_error():
+    layer = randomized(FeedForward(D, 6))
+    layer.w1.requires_grad_(False)
+    loss = in_chunks(layer, streams()[0], 2).sum()
+    with torch.no_grad():
+        layer.w1.add_(1)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
+def test_a_second_backward_pass_is_told_apart_from_a_change():
+    model = stack()
+    loss = stream_sum(model)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    same([p.grad for p in model.parameters()], [2 * g for g in first], 1e-12)
+    with pytest.raises(RuntimeError, match="^Trying to backward through the graph a second time"):
+        loss.backward()
+
+
+def test_the_gradients_of_a_half_are_handed_over_when_it_is_done():
+    model, calls, order = stack(), [], []
+    for index, half in enumerate(model.halves):
+        half.register_forward_hook(lambda *_: calls.append(1))
+        for p in half.parameters():
+            p.register_post_accumulate_grad_hook(lambda _, index=index: order.append((index, len(calls) - 4)))
+    stream_sum(model).backward()
+    assert set(order) == {(3, 1), (2, 2), (1, 3), (0, 4)}  # the last half's after one second call, and so on
 
 
 def test_refusals():
@@ -203,3 +270,6 @@ def test_refusals():
         stack()(torch.zeros(2, 5, D), torch.zeros(2, 4, D))
     with pytest.raises(ValueError, match="chunk = 0: must be an int of at least 1"):
         in_chunks(nn.Identity(), torch.zeros(1, 2, 3), 0)
+    for n in (1, 3):
+        with pytest.raises(ValueError, match=f"streams = {n}: must be 2, x1 and x2"):
+            stack()(*[torch.zeros(2, 5, D)] * n)
