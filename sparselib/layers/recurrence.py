@@ -73,7 +73,8 @@ class SRU(Layer):
     """[r | f | y] = x W + b, r and f through a sigmoid; c_t = f_t c_{t-1} + (1 - f_t) y_t, h_t = r_t c_t +
     (1 - r_t) x_t sqrt(3): (B, L, U) -> the same, causal.
 
-    ``gates`` holds W and b, 3 U^2 + 3 U weights. The state is c (B, U), 0 before the first position.
+    ``gates`` holds W and b, 3 U^2 + 3 U weights. The state is c (B, U), 0 before the first position. In mixed
+    precision all is computed in the type of the weights: a forget gate near 1, rounded, is wrong at every position.
     """
 
     def __init__(self, units: int):
@@ -91,6 +92,10 @@ class SRU(Layer):
     def prefill(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         check_sequence(x, self.units)
         check_batch(x, len(state))
+        with torch.autocast(x.device.type, enabled=False):
+            return self._advance(x.to(self.gates.weight.dtype), state)
+
+    def _advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         r, f, y = self.gates(x).chunk(3, dim=2)
         r, f = r.sigmoid(), f.sigmoid()
         u = (1 - f) * y

@@ -52,6 +52,21 @@ def test_gradients(length):
     assert torch.autograd.gradcheck(layer, (x,))
 
 
+def test_mixed_precision_leaves_gates_and_cell_in_float32():
+    layer, found = randomized(SRU(4)).float(), []
+    with torch.no_grad():
+        layer.gates.bias[4:8] += 6  # forget gates near 1
+    for mixed in (True, False):
+        x = vectors(1, 2000, 4, dtype=torch.bfloat16).requires_grad_()
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            y, c = layer.prefill(x if mixed else x.float(), layer.init_state(1))
+        y.square().mean().backward()
+        assert y.dtype == c.dtype == torch.float32
+        found.append((y, c, x.grad, layer.gates.weight.grad.clone()))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("way", [scan, scan_in_steps])
 def test_a_gate_that_is_shut_or_open_in_float32_gives_no_nan(way):
     f = torch.zeros(1, 5000, 2)
