@@ -21,13 +21,12 @@ from ..bench.protocol import time_call
 from ..config import LSHSizes
 from ..layers import lsh_attend
 from ..layers.lsh import full_attend, hash_buckets, normalized
-from ..results.figures import look, new_figure, shades
+from ..results.figures import log_axes, look, new_figure, shades
 from .anatomy import first_below
 from .lsh import draw_rotations, random_vectors
 from .sparse_layers import exponent
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FULL = ("full attention, scores written", "full attention, fused")
@@ -141,16 +140,10 @@ def draw_cost(frame: DataFrame) -> Figure:
         for name in names:
             own = frame[frame["attention"] == name]
             axis.plot(own["positions"], own[unit], **lines[name] | {"label": name})
-        _lengths_axis(axis, sorted(frame["positions"].unique()))
+        log_axes(axis, frame["positions"])
         axis.set(ylabel=title, xlabel="positions")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
-
-
-def _lengths_axis(axis: Axes, lengths: Sequence[int]) -> None:
-    axis.set(xscale="log", yscale="log")
-    axis.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
-    axis.minorticks_off()
 
 
 # --- what a decoded token reads ---------------------------------------------------------------------------------------
@@ -211,7 +204,7 @@ def draw_candidates(frame: DataFrame) -> Figure:
         own = frame[frame["rounds"] == n]
         axis.plot(own["context"], own["positions"], **look("lsh").line | {"color": color, "label": hashing_in(n)})
         axis.plot(own["context"], own["even"], color=color, linestyle=":")
-    _lengths_axis(axis, contexts)
+    log_axes(axis, contexts)
     axis.set(xlabel="context (positions)", ylabel="positions attended to")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right center")
     return figure

@@ -8,7 +8,6 @@ which stay, do not count. ``remember`` as in :class:`~sparselib.layers.Reversibl
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from ..bench.protocol import time_call
 from ..config import LSHSizes, ModelConfig
 from ..layers.recurrence import scan, scan_in_steps
 from ..models import make_model
-from ..results.figures import look, new_figure
+from ..results.figures import log_axes, look, new_figure
 from .recorded import Row
 
 if TYPE_CHECKING:
@@ -73,14 +72,12 @@ def training_step(config: ModelConfig, remember: str, shape: Shape, seed: int = 
 def step_cost(config: ModelConfig, remember: str, shape: Shape) -> tuple[int, float]:
     """Bytes of activations and seconds of one training step; a step is made for each of both, the timed one first."""
     step = training_step(config, remember, shape)
-    seconds = time_call(lambda: step().zero_grad(), 1, warmup=0).ms_median / 1e3
+    seconds = _seconds(lambda: step().zero_grad())
     return passing_bytes(step), seconds
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    return time_call(step, 1, warmup=0).ms_median / 1e3
 
 
 def step_times(config: ModelConfig, shape: Shape, remember: Sequence[str], repeat: int) -> DataFrame:
@@ -166,10 +163,8 @@ def draw_cost_by_length(frame: DataFrame, kinds: Mapping[str, Kind]) -> Figure:
         for name, kind in kinds.items():
             part = frame[frame["kind"] == name]
             axis.plot(part["length"], part[column], **look(kind.drawn_as).line | {"label": name})
-        axis.set(xscale="log", yscale="log", xlabel="source and target together (tokens)", ylabel=column)
-        lengths = sorted(set(frame["length"]))
-        axis.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
-        axis.minorticks_off()
+        log_axes(axis, frame["length"], rotation=30)
+        axis.set(xlabel="source and target together (tokens)", ylabel=column)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(kinds))
     return figure

@@ -7,6 +7,7 @@ vision; the markers differ as well, so that a figure can be read in grey.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import require, require_choice
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 OKABE_ITO = {
@@ -117,6 +119,14 @@ def new_figure(
     plt.rcParams.update(STYLE)
     _retina()
     return plt.subplots(rows, columns, figsize=(width, height), **subplots)
+
+
+def log_axes(axis: Axes, lengths: Iterable[int], rotation: float = 45) -> None:
+    """Both axes logarithmic, along x a tick at each of the ``lengths`` and nowhere else."""
+    axis.set(xscale="log", yscale="log")
+    ticks = sorted(set(lengths))
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=rotation)
+    axis.minorticks_off()
 
 
 def save_figure(figure: Figure, path: Path) -> None:

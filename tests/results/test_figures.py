@@ -2,7 +2,7 @@ import matplotlib
 import pytest
 
 from sparselib.config import ATTENTIONS, FEEDFORWARDS, VARIANTS
-from sparselib.results.figures import GREY, LOOKS, OKABE_ITO, look, new_figure, save_figure, shades
+from sparselib.results.figures import GREY, LOOKS, OKABE_ITO, log_axes, look, new_figure, save_figure, shades
 
 matplotlib.use("Agg")
 
@@ -27,6 +27,17 @@ def test_layers_of_the_package_have_looks():
 def test_an_unknown_look_is_refused():
     with pytest.raises(ValueError, match="'moe'.*'ff_qkv'"):
         look("moe")
+
+
+def test_lengths_on_a_logarithmic_axis_are_its_only_ticks():
+    _, axis = new_figure()
+    log_axes(axis, [2000, 30, 2000])
+    ticks = axis.get_xticklabels()
+    assert [tick.get_text() for tick in ticks] == ["30", "2,000"] and [tick.get_position()[0] for tick in ticks] == [
+        30,
+        2000,
+    ]
+    assert axis.get_xscale() == axis.get_yscale() == "log" and not len(axis.xaxis.get_minorticklocs())
 
 
 def draw():
