@@ -311,7 +311,7 @@ def lsh_attention(qk, v, buckets, sizes, causal, real):
         chunks += [(r, order[i : i + sizes.chunk_len]) for i in range(0, length, sizes.chunk_len)]
     seen = {}
     for c, (r, items) in enumerate(chunks):
-        beside = range(c - sizes.n_chunks_before, c + sizes.n_chunks_after + 1)
+        beside = range(c - sizes.n_chunks_before, c + sizes.n_chunks_after + 1)[: len(chunks)]  # none twice
         near = [s for i in beside for s in chunks[i % len(chunks)][1] if real[s]]
         for t in items:
             seen[t, r] = look(qk, v, t, [s for s in near if (s < t if causal else s != t)])

@@ -124,13 +124,14 @@ def latest(op, m, rows, r, h, found):
 def nearby(op, m, rows, r, h, found):
     """Into m[found ..], whoever stands in the row's chunk of the sorted list, or in those beside it; how many.
 
-    All rounds make one list, in which the chunk before the first is the last.
+    All rounds make one list, in which the chunk before the first is the last. No chunk comes twice.
     """
     t, count, n = rows[r, POSITION], rows[r, VISIBLE], 0
     chunks = (count + op.chunk - 1) // op.chunk  # of one round
+    most = min(op.before + 1 + op.after, op.rounds * chunks)
     for i in range(op.rounds):
-        mine = i * chunks + _place(m, _round(op, op.buckets, rows, r, h, i), t, count) // op.chunk
-        for other in range(mine - op.before, mine + op.after + 1):
+        left = i * chunks + _place(m, _round(op, op.buckets, rows, r, h, i), t, count) // op.chunk - op.before
+        for other in range(left, left + most):
             of_all = other % (op.rounds * chunks)
             order, first = _round(op, op.order, rows, r, h, of_all // chunks), of_all % chunks * op.chunk
             for j in range(first, min(first + op.chunk, count)):

@@ -49,11 +49,13 @@ def lsh_attend(
     """Every position attends to the positions near it in the list sorted by bucket: (B, H, L, dh) -> the same.
 
     All rounds' (bucket, position) make one list, cut in n chunks of C; the chunk before the first is the last. What a
-    query finds twice among its chunks counts twice. Lengths are filled up to a multiple of C with padding. The rounds'
-    results are combined by their sums of exp(z), z = qk_t . k_s / sqrt(dh). ``mask`` (B, L): 1 = real.
-    ``buckets`` (B, H, R, L) are constants for the gradient. Memory: R L K C scores, R L K dh numbers of keys.
-    Causal means that no position sees a later one; which of the earlier ones it finds does depend on where later ones
-    fall in the list. Errors: ValueError for shapes that do not fit.
+    query finds twice among its chunks counts twice, but no chunk comes twice. So with one bucket it is full attention
+    if a query finds all that it may see equally often: with one round and enough neighbours, or with chunks over the
+    whole length. Lengths are filled up to a multiple of C with padding. The rounds' results are combined by their sums
+    of exp(z), z = qk_t . k_s / sqrt(dh). ``mask`` (B, L): 1 = real. ``buckets`` (B, H, R, L) are constants for the
+    gradient. Memory: R L K C scores, R L K dh numbers of keys. Causal means that no position sees a later one; which of
+    the earlier ones it finds does depend on where later ones fall in the list. Errors: ValueError for shapes that do
+    not fit.
     """
     require(qk.ndim == 4 and v.shape[:3] == qk.shape[:3], "v.shape", tuple(v.shape), f"{tuple(qk.shape)}, as qk")
     shape = (*qk.shape[:2], sizes.n_hashes, qk.shape[2])
@@ -126,8 +128,11 @@ def _others(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
 
 
 def _beside(z: Tensor, sizes: LSHSizes) -> Tensor:
-    """The items of every chunk and its neighbours: (B, H, n, C, ...) -> (B, H, n, K C, ...)."""
-    shifts = range(sizes.n_chunks_before, -sizes.n_chunks_after - 1, -1)
+    """The items of every chunk and its neighbours: (B, H, n, C, ...) -> (B, H, n, K C, ...), K at most n.
+
+    Of fewer chunks than that, each has all others as neighbours, once.
+    """
+    shifts = range(sizes.n_chunks_before, -sizes.n_chunks_after - 1, -1)[: z.shape[2]]
     return torch.cat([z.roll(shift, dims=2) for shift in shifts], dim=3)
 
 

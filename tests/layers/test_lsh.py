@@ -125,6 +125,17 @@ def test_filling_up_by_hand_with_padding_is_the_same(sizes, length, causal, seed
 
 
 @settings(max_examples=30)
+@given(length=lengths, chunk_len=st.integers(1, 13), before=st.integers(0, 12), causal=st.booleans(), seed=seeds)
+def test_one_bucket_and_neighbours_over_the_length_is_full_attention(length, chunk_len, before, causal, seed):
+    """However many more neighbours than chunks there are."""
+    after = max(-(-length // chunk_len) - 1 - before, 0) + seed % 3
+    chunks = dict(chunk_len=chunk_len, n_chunks_before=before, n_chunks_after=after)
+    sizes, (qk, v) = LSHSizes(n_hashes=1, n_buckets=2, **chunks), qk_and_v(length, seed)
+    y = lsh_attend(qk, v, torch.zeros(B, H, 1, length, dtype=torch.long), sizes, causal)
+    close(y, full_attend(qk, normalized(qk), v, causal))
+
+
+@settings(max_examples=30)
 @given(
     n_hashes=st.integers(1, 3),
     before=st.integers(0, 2),
