@@ -172,7 +172,7 @@ class ModelConfig:
     def _check_architecture(self) -> None:
         """What is the Terraformer's alone is not to be set for another, which would not heed it."""
         if self.architecture == "terraformer":
-            return
+            return  # cross_attention may be "sparse": the presets set it whatever the architecture
         for field in ("n_attentions", "reversible_encoder", "two_swaps", "ff_chunk"):
             default = type(self).__dataclass_fields__[field].default
             allowed = f"{default!r} when architecture is {self.architecture!r}"

@@ -20,6 +20,8 @@ from sparselib.config import (
 )
 from sparselib.models import Terraformer, Transformer, make_model
 from sparselib.models.terraformer import concatenate, strip
+from sparselib.training import TrainConfig, train_run
+from sparselib.training.config import DataConfig, OptimizerConfig
 
 from .. import slow
 from ..helpers import by_chunks, by_steps, chunk_sizes, close, ids, randomized, seeds, snapshot, unchanged
@@ -125,6 +127,48 @@ def test_reversing_changes_no_gradient(config, dropout, hashing, seed):
         assert (found is None) == (expected is None)
         if found is not None:
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("lsh", [None, LSH])
+def test_reversing_changes_little_in_mixed_precision(lsh):
+    """Streams stay float32, so that what is rebuilt is off by float32's rounding alone."""
+    layers = dict(attention="mult_conv", feedforward="sparse", ff_chunk=3, dropout=0.2, lsh=lsh)
+    model = randomized(Terraformer(config(**layers)), scale=0.3).float().train()
+    plain = Terraformer(model.config, remember="everything").train()
+    plain.load_state_dict(model.state_dict())
+    inputs, found = (ids(2, SOURCE, high=V), ids(2, TARGET, high=V, seed=1), mask_of([3, SOURCE])), []
+    for one in (model, plain):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = one(*inputs[:2], mask=inputs[2])
+        logits.float().square().sum().backward()
+        found.append((logits, torch.cat([p.grad.flatten() for p in one.parameters()])))
+    (logits, gradient), (expected, exact) = found
+    assert logits.dtype == torch.bfloat16 and torch.equal(logits, expected)
+    assert exact.norm() > 0 and (gradient - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_short_training_with_hashing_is_the_same_however_it_is_kept(precision):
+    hashing = {"n_hashes": 2, "n_buckets": [2, 4], "chunk_len": 8}
+    sizes = {"architecture": "terraformer", "positions": "shifted", "dropout": 0.1, "ff_chunk": 8, "lsh": hashing}
+    run = TrainConfig(
+        experiment="test",
+        variant="terraformer",
+        model={"preset": "smoke", "variant": "ff_qkv"} | sizes,
+        data=DataConfig(corpus="copy", objective="toy", vocab_size=16, length=12, growing=4),
+        optimizer=OptimizerConfig(learning_rate=5e-3, warmup=2),
+        steps=6,
+        batch=8,
+        seed=0,
+        precision=precision,
+    )
+    rebuilt, kept = (
+        train_run(run.model_copy(update={"remember": remember}), folder=None, resume=False, progress=False).losses
+        for remember in ("choices", "everything")
+    )
+    assert rebuilt == pytest.approx(kept, rel=1e-4 if precision == "fp32" else 1e-2)
+    assert rebuilt[0] > rebuilt[-1] > 0
 
 
 @given(data=st.data(), seed=seeds)
