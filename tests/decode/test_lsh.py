@@ -52,8 +52,8 @@ def rotations(model):
 class Inputs:
     """Tokens of a batch, sources of different lengths where the model takes one, and the model's logits (B, L, V).
 
-    Each row by itself: the model joins no rows of different length, and hashes its source's padding, too. ``gap``: how
-    clear the closest of all choices is.
+    Each row by itself: in a batch, an encoder that hashes knows how wide it is. ``gap``: how clear the closest of all
+    choices is.
     """
 
     def __init__(self, model, batch, length=LENGTH, seed=0):
@@ -209,6 +209,17 @@ def test_sequences_go_their_own_ways(architecture):
     near(engine.prefill(tokens[:1], [2]), inputs.logits[:1, -1])
     near(engine.step(tokens[[0, 1], [2, 5]], [0, 1]), inputs.logits[[0, 1], [2, 5]])
     engine.close()
+
+
+def test_a_batch_of_unequal_rows_in_the_model_and_in_the_engine():
+    model, inputs = settled(3, "terraformer", hashing=HASHES[2])  # whose encoder attends to all sources in full
+    state = model.init_state(3, inputs.source, torch.from_numpy(inputs.mask))
+    assert len(set(inputs.lengths)) == 3 and SOURCE <= model.config.lsh.full_below < SOURCE + LENGTH
+    engine = engine_of(model, inputs)
+    with torch.no_grad():
+        for token in inputs.tokens.T:
+            logits, state = model.step(token, state)
+            near(engine.step(token.numpy()), logits)
 
 
 def test_vectors_in_place_of_a_source_are_read_on():

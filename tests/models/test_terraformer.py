@@ -208,12 +208,15 @@ def test_ragged_rows_with_hashing_decode_as_each_alone(full_below):
         close(together[row : row + 1], by_steps(model, target[row : row + 1], alone)[0])
 
 
-def test_padding_has_no_place_among_the_buckets():
-    model, lengths = make(attention="mult_conv", lsh=LSH), [2, SOURCE]
-    source, target = ids(2, SOURCE, high=V), ids(2, TARGET, high=V, seed=1)
-    logits, other = model(source, target, mask=mask_of(lengths)), source.clone()
-    other[0, 2:] = 0
-    assert torch.equal(model(other, target, mask=mask_of(lengths)), logits)
+@pytest.mark.parametrize("seed", range(4))
+def test_padding_has_no_place_among_the_buckets(seed):
+    width = 3 + TARGET + 3  # the target covers the first padding of its source, so three are left behind it
+    model = make(seed, attention="mult_conv", lsh=LSH)
+    source, target, mask = ids(2, width, high=V), ids(2, TARGET, high=V, seed=1), mask_of([3, width], width)
+    logits = model(source, target, mask=mask)
+    for shift in range(1, V):
+        other = torch.where(mask, source, (source + shift) % V)
+        assert torch.equal(model(other, target, mask=mask), logits)
 
 
 def test_a_short_row_is_attended_to_in_full_however_long_the_others():
