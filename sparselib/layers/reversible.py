@@ -101,7 +101,7 @@ def _saved(ctx) -> tuple[Tensor, ...]:
         raise RuntimeError(f"a weight, a buffer or an input changed {BETWEEN}: {error}") from None
 
 
-def _pull_back(made: Call, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+def _pull_back(made: Call, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
     """The call again: y, and what ``grad``, the gradient of y, is for x and for the weights (None: unused)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -123,27 +123,31 @@ def in_chunks(layer: nn.Module, x: Tensor, chunk: int) -> Tensor:
     return torch.cat([layer(part) for part in x.split(chunk, dim=1)], dim=1)
 
 
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: nn.Module, chunk: int, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.chunk, ctx.calls, ys = chunk, [], []
-        made = None
         for part in x.split(chunk, dim=1):
-            y, made = call(layer, part, {}, earlier=made)
+            y, made = call(layer, part, {}, earlier=ctx.calls[-1] if ctx.calls else None)
             ys.append(y)
             ctx.calls.append(made)
-        ctx.save_for_backward(x, *_held(made))
+        ctx.save_for_backward(x, *_held(ctx.calls[0]))
         return torch.cat(ys, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *_ = _saved(ctx)
-        of_x, sums = [], None
+        of_x = []
+        sums: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
         for part, made, its_grad in zip(x.split(ctx.chunk, 1), ctx.calls, grad.split(ctx.chunk, 1), strict=True):
             _, grad_x, grads = _pull_back(made, part, its_grad)
             of_x.append(grad_x)
-            sums = grads if sums is None else [b if a is None else a + b for a, b in zip(sums, grads, strict=True)]
+            sums = list(map(_plus, sums, grads))
         return None, None, torch.cat(of_x, dim=1), *sums
 
 

@@ -114,6 +114,24 @@ def test_a_chunked_layer_is_the_layer(chunk):
         torch.testing.assert_close(in_chunks(layer, x, chunk), layer(x))
 
 
+class Rare(nn.Module):
+    """Uses its weight in chunks that begin above 0 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.w if x[0, 0, 0] > 0 else x
+
+
+@pytest.mark.parametrize(("x", "gradient"), [([1, 2, -3], 3), ([-1, 2, 4], 6), ([1, -2, 4], 5), ([-1, -2, -3], None)])
+def test_a_weight_that_some_chunks_do_not_use(x, gradient):
+    layer = Rare()
+    in_chunks(layer, torch.tensor(x).float().view(1, -1, 1), 1).sum().backward()
+    assert layer.w.grad == gradient
+
+
 def test_frozen_weights_get_no_gradient_and_change_no_other():
     model = stack()
     for name, p in model.named_parameters():
