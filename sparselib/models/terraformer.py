@@ -153,7 +153,7 @@ class Terraformer(nn.Module):
         """Logits (B, T2, V) for ``target`` (B, T2), given ``source`` (B, T1) and its ``mask``: 1 = real, then 0.
 
         With hashing, padding leaves a row's buckets as they are; but a row's first chunk has the batch's last one as
-        its neighbour, as in the reference code, so how wide the batch is makes a small difference there. Errors:
+        its neighbour, as in the reference code, so what it sees depends on how wide the batch is. Errors:
         ValueError naming the input, also for padding that is not at the end of its row.
         """
         for tokens, name in ((source, "source"), (target, "target")):
