@@ -31,19 +31,36 @@ def figure_1(experiment: str = "figure1") -> tuple[Row, ...]:
     return tuple(Row(look(v).label, f"{experiment}/{v}", v, "equal" if v != "dense" else "") for v in variants)
 
 
+@dataclass(frozen=True)
+class Feedforwards:
+    """Figure 3 and the experts of table 2. One of the ``units``, ``alike``, is as sparse as the ``experts``."""
+
+    dense: Row
+    units: tuple[Row, ...]
+    experts: tuple[Row, ...]
+    alike: Row
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (self.dense, *self.units, *self.experts)
+
+
 N16 = Row("N = 16", "figure1/ff", "ff", "equal")
-UNITS = (
-    Row("N = 4", "figure3/n4", "ff", "equal"),
-    Row("N = 8", "figure3/n8", "ff", "equal"),
+FIGURE_3 = Feedforwards(
+    DENSE,
+    (
+        Row("N = 4", "figure3/n4", "ff", "equal"),
+        Row("N = 8", "figure3/n8", "ff", "equal"),
+        N16,
+        Row("N = 32", "figure3/n32", "ff", "equal"),
+        Row("N = 64", "figure3/n64", "ff", "equal"),
+    ),
+    (
+        Row("16 experts (block)", "figure3/block", "block", "worse"),
+        Row("16 experts (Switch)", "figure3/switch", "switch", "worse"),
+    ),
     N16,
-    Row("N = 32", "figure3/n32", "ff", "equal"),
-    Row("N = 64", "figure3/n64", "ff", "equal"),
 )
-EXPERTS = (
-    Row("16 experts (block)", "figure3/block", "block", "worse"),
-    Row("16 experts (Switch)", "figure3/switch", "switch", "worse"),
-)
-FIGURE_3 = (DENSE, *UNITS, *EXPERTS)
 FIGURE_5 = (
     DENSE,
     Row("mult S=4", "figure5/mult", "mult", "equal"),
@@ -59,6 +76,34 @@ LOSS = (
     Row("2 modules", "loss/loss2", "ff_qkv_loss", "worse"),
     Row("4 modules", "loss/loss4", "ff_qkv_loss", "worse"),
     Row("4 modules with the dense d_ff", "loss/loss4_same_d_ff", "ff_qkv_loss"),
+)
+
+# The same at the paper's sizes.
+PAPER_DENSE = Row("dense", "figure1_paper/dense", "dense")
+PAPER_N64 = Row("N = 64", "figure1_paper/ff", "ff", "equal")
+FIGURE_3_PAPER = Feedforwards(
+    PAPER_DENSE,
+    (PAPER_N64, Row("N = 128", "figure3_paper/n128", "ff", "worse")),
+    (
+        Row("64 experts (block)", "figure3_paper/block", "block", "worse"),
+        Row("64 experts (Switch)", "figure3_paper/switch", "switch", "worse"),
+    ),
+    PAPER_N64,
+)
+FIGURE_5_PAPER = (
+    PAPER_DENSE,
+    Row("mult S=16", "figure5_paper/mult", "mult", "equal"),
+    Row("conv S=16 F=3", "figure5_paper/conv", "conv", "equal"),
+    Row("mult+conv S=16 F=3", "figure1_paper/qkv", "mult_conv", "better"),
+    Row("mult+conv S=8 F=3", "figure5_paper/s8", "mult_conv", "equal"),
+    Row("mult+conv S=32 F=3", "figure5_paper/s32", "mult_conv", "equal"),
+    Row("mult+conv S=16 F=1", "figure5_paper/f1", "mult_conv", "equal"),
+    Row("mult+conv S=16 F=5", "figure5_paper/f5", "mult_conv", "equal"),
+)
+LOSS_PAPER = (
+    PAPER_DENSE,
+    Row("2 modules", "loss_paper/loss2", "ff_qkv_loss", "worse"),
+    Row("4 modules", "loss_paper/loss4", "ff_qkv_loss", "worse"),
 )
 
 # --- model sizes ------------------------------------------------------------------------------------------------------
