@@ -45,11 +45,12 @@ class Feedforwards:
         return (self.dense, *self.units, *self.experts)
 
 
+N4 = Row("N = 4", "figure3/n4", "ff", "equal")
 N16 = Row("N = 16", "figure1/ff", "ff", "equal")
 FIGURE_3 = Feedforwards(
     DENSE,
     (
-        Row("N = 4", "figure3/n4", "ff", "equal"),
+        N4,
         Row("N = 8", "figure3/n8", "ff", "equal"),
         N16,
         Row("N = 32", "figure3/n32", "ff", "equal"),
@@ -60,6 +61,14 @@ FIGURE_3 = Feedforwards(
         Row("16 experts (Switch)", "figure3/switch", "switch", "worse"),
     ),
     N16,
+)
+# The two things that a sparse feedforward could be short of: active units, and a controller that can tell them apart.
+CAUSES = (
+    DENSE,
+    N16,
+    Row("N = 16, rank 64", "ablations/rank64", "ff"),
+    N4,
+    Row("N = 4, rank 64", "figure3/n4_rank64", "ff"),
 )
 FIGURE_5 = (
     DENSE,

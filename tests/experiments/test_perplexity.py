@@ -24,6 +24,7 @@ FIGURES = [
     perplexity.figure_1("figure1_paper"),
     perplexity.FIGURE_3.rows,
     perplexity.FIGURE_3_PAPER.rows,
+    perplexity.CAUSES,
     perplexity.FIGURE_5,
     perplexity.FIGURE_5_PAPER,
     perplexity.LOSS,
