@@ -8,9 +8,7 @@ points:                     # variant: what it sets otherwise; fields of fields 
   dense: {}
   ff_16: {model.variant: ff, model.ff_sparsity: 16}
   ff_64: {model: {variant: ff, ff_sparsity: 64}}
-seeds: [0, 1, 2]
-order: points_first         # all points with the first seed, then the next seed; or seeds_first
-equal_weights_to: dense     # d_ff of the other points is moved until they weigh as much
+seeds: [0, 1, 2]            # all points with the first seed, then with the next one
 """
 
 from __future__ import annotations
@@ -27,12 +25,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .checks import require, require_choice, require_size
-from .config import count_parameters, with_equal_weights
+from .checks import require, require_size
 from .recording import Code, code, held, record
 from .results import store
 from .results.store import RunRecord
@@ -58,8 +55,6 @@ class Sweep(BaseModel):
     base: dict[str, Any]
     points: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
     seeds: Annotated[list[int], Field(min_length=1)]
-    order: Literal["points_first", "seeds_first"] = "points_first"
-    equal_weights_to: str | None = None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -72,33 +67,16 @@ class Sweep(BaseModel):
     def configs(self) -> list[TrainConfig]:
         """One config for each point and seed, in order. Errors: ValueError naming the point, the field, its value."""
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "all different")
-        for field in ("variant", "seed"):
-            require(field not in self.base, f"base.{field}", self.base.get(field), "left to points and seeds")
-        of_point = self._points()
-        if self.order == "seeds_first":
-            pairs = [(name, seed) for name in of_point for seed in self.seeds]
-        else:
-            pairs = [(name, seed) for seed in self.seeds for name in of_point]
-        return [self._config(name, of_point[name] | {"seed": seed}) for name, seed in pairs]
+        places = {"base": self.base} | {f"points.{name}": fields for name, fields in self.points.items()}
+        for place, fields in places.items():
+            for field in ("variant", "seed"):
+                require(field not in fields, f"{place}.{field}", fields.get(field), "left to points and seeds")
+        return [self._config(name, seed) for seed in self.seeds for name in self.points]
 
-    def _points(self) -> dict[str, dict[str, Any]]:
-        """What each point sets otherwise, d_ff for equal weights included."""
-        if self.equal_weights_to is None:
-            return self.points
-        require_choice("equal_weights_to", self.equal_weights_to, tuple(self.points))
-        models = {name: self._config(name, changes).model_config_() for name, changes in self.points.items()}
-        target = count_parameters(models[self.equal_weights_to])
-        return {
-            name: changes
-            if name == self.equal_weights_to
-            else changes | {"model.d_ff": with_equal_weights(models[name], target).d_ff}
-            for name, changes in self.points.items()
-        }
-
-    def _config(self, name: str, changes: dict[str, Any]) -> TrainConfig:
-        fields = deepcopy(self.base) | {"variant": name}
+    def _config(self, name: str, seed: int) -> TrainConfig:
+        fields = deepcopy(self.base) | {"variant": name, "seed": seed}
         try:
-            for dotted, value in changes.items():
+            for dotted, value in self.points[name].items():
                 _set(fields, dotted, value)
         except ValueError as error:
             raise ValueError(f"points.{name}: {error}") from None

@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import require, require_choice
+from ..checks import require_choice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,8 +91,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
-    "svg.hashsalt": "sparselib",  # else the ids inside an SVG differ from run to run
-    "svg.fonttype": "none",  # text stays text
 }
 
 
@@ -127,17 +124,6 @@ def log_axes(axis: Axes, lengths: Iterable[int], rotation: float = 45) -> None:
     ticks = sorted(set(lengths))
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=rotation)
     axis.minorticks_off()
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Save as .svg or .png (144 dots an inch), else ValueError; the same figure gives the same bytes."""
-    import matplotlib.pyplot as plt
-
-    metadata: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".png": {"Software": None}}
-    require(path.suffix in metadata, "path", path.name, "a name that ends in .svg or .png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(STYLE):
-        figure.savefig(path, metadata=metadata[path.suffix])
 
 
 def _retina() -> None:
