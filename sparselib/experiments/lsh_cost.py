@@ -180,9 +180,9 @@ def count_candidates(
 
 
 def reading_table(frame: DataFrame, width: int) -> DataFrame:
-    """Bytes that a token reads in one head of ``width`` in float32: the keys and values it attends to, all buckets (8
-    bytes each), and what full attention reads."""
-    pair, number = 2 * 4 * width / 1e3, 8 / 1e3
+    """KB that a token reads at most in one head of ``width`` in float32: the keys and values it attends to, all buckets
+    (4 bytes each; the engine stops where every round's window is full), and what full attention reads."""
+    pair, number = 2 * 4 * width / 1e3, 4 / 1e3
     table = frame.assign(
         **{
             "of context (%)": 100 * frame["positions"] / frame["context"],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from pandas import DataFrame
 
+from ..config import model_parts
 from ..results.figures import look, new_figure
 from ..results.statistics import mean_over_seeds
 from ..training.config import DataConfig, OptimizerConfig, TrainConfig
@@ -115,6 +116,19 @@ LOSS_PAPER = (
     Row("4 modules", "loss_paper/loss4", "ff_qkv_loss", "worse"),
 )
 
+
+def with_reads(recorded: Recorded, frame: DataFrame) -> DataFrame:
+    """:func:`~sparselib.experiments.recorded.table` with the weights that a token reads of the feedforward and its
+    controller, in percent of those of the first row."""
+    planned = {row.run: planned_runs(row.run.split("/")[0]) for row in recorded.rows}
+    reads = []
+    for run, configs in planned.items():
+        config = next(c for c in configs if f"{c.experiment}/{c.variant}" == run)
+        parts = model_parts(config.model_config_())
+        reads.append(parts["feedforward"].reads + parts["controller"].reads)
+    return frame.assign(**{"read (%)": [100 * number / reads[0] for number in reads]})
+
+
 # --- model sizes ------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +198,18 @@ def load_tuning(sweeps: Sequence[str] = TUNING) -> tuple[Recorded, DataFrame]:
     return recorded, tries.agg(**{"loss (nats)": ("loss (nats)", "mean"), "seeds": ("loss (nats)", "count")})
 
 
+def by_rate(sweeps: Sequence[str] = TUNING) -> DataFrame:
+    """A row a model: its loss minus that of dense at the same rate, the mean over the seeds that both have."""
+    _, frame = _load_tries([config for name in sweeps for config in planned_runs(name)])
+    losses = frame.pivot(index=["learning rate", "seed"], columns="variant", values="loss (nats)")[
+        frame["variant"].unique()
+    ]
+    gaps = losses.drop(columns="dense").sub(losses["dense"], axis=0).groupby("learning rate").mean().T
+    gaps.index = [look(kind).label for kind in gaps.index]
+    gaps.columns = [f"{rate:g} (nats)" for rate in gaps.columns]
+    return gaps.rename_axis("model").reset_index()
+
+
 def load_warmup() -> tuple[Recorded, DataFrame]:
     """The runs of the sweep over warm-up with those of 60 steps from `tuning`; a row a model, its losses by warm-up."""
     used = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
@@ -191,7 +217,8 @@ def load_warmup() -> tuple[Recorded, DataFrame]:
     recorded, frame = _load_tries([c for c in configs if c.optimizer.learning_rate == used.get(_kind(c))])
     table = frame.pivot(index="variant", columns="warm-up", values="loss (nats)").loc[list(used)]
     table.index = [look(kind).label for kind in table.index]
-    return recorded, table.rename(columns="{} steps (nats)".format).rename_axis("model").reset_index()
+    table.columns = [f"{steps} steps (nats)" for steps in table.columns]
+    return recorded, table.rename_axis("model").reset_index()
 
 
 def _kind(config: TrainConfig) -> str:
@@ -207,6 +234,7 @@ def _load_tries(configs: Sequence[TrainConfig]) -> tuple[Recorded, DataFrame]:
             "variant": _kind(config),
             "learning rate": config.optimizer.learning_rate,
             "warm-up": config.optimizer.warmup,
+            "seed": config.seed,
             "loss (nats)": next((run.final_loss for run in runs.values()), None),
         }
         for config, runs in zip(configs, recorded.runs, strict=True)

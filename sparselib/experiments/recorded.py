@@ -31,7 +31,7 @@ RELATIONS = {"better": ("better",), "equal": ("equal", "better"), "worse": ("wor
 FORMATS = {
     "weights": "{:,}",
     "loss (nats)": "{:.3f}",
-    "difference": "{:+.3f}",
+    "difference (nats)": "{:+.3f}",
 }
 
 
@@ -153,25 +153,27 @@ def relation(estimate: Estimate) -> str:
 
 
 def table(recorded: Recorded) -> DataFrame:
-    """One row a model: weights, losses over seeds, difference from the baseline, the paper's finding and ours."""
+    """One row a model: its sizes, losses over seeds, difference from the baseline, the paper's finding and ours."""
     rows = []
     for index, (row, runs) in enumerate(zip(recorded.rows, recorded.runs, strict=True)):
         losses = [run.final_loss for run in runs.values()]
         gap = difference(recorded, index) if index else None
+        first = next(iter(runs.values()), None)
         rows.append(
             {
                 "model": row.label,
-                "weights": next((run.parameters for run in runs.values()), None),
+                "d_ff": first and first.train_config().model_config_().d_ff,
+                "weights": first and first.parameters,
                 "seeds": len(losses),
                 "loss (nats)": float(np.mean(losses)) if losses else None,
-                "difference": gap and gap.mean,
-                "interval": gap and interval(gap),
+                "difference (nats)": gap and gap.mean,
+                "interval (nats)": gap and interval(gap),
                 "paper": row.paper or None,
                 "here": gap and relation(gap),
             }
         )
     frame = DataFrame(rows)
-    return frame.astype({"weights": "Int64"})  # an int may be missing
+    return frame.astype({"d_ff": "Int64", "weights": "Int64"})  # an int may be missing
 
 
 def interval(estimate: Estimate) -> str:
@@ -189,7 +191,7 @@ def told(recorded: Recorded, *labels: str) -> str:
 
 
 def phrase(row: Row, gap: Estimate) -> str:
-    return f"{row.label} is {relation(gap)}, {gap.mean:+.3f} ({interval(gap)})"
+    return f"{row.label} is {relation(gap)} ({gap.mean:+.3f}, {interval(gap)})"
 
 
 def pick(recorded: Recorded, *rows: Row) -> Recorded:
@@ -200,28 +202,30 @@ def pick(recorded: Recorded, *rows: Row) -> Recorded:
 
 
 def verdict(recorded: Recorded) -> tuple[str, str]:
-    """In the book's words, whether the differences are as the paper says, and why.
+    """In the book's words, whether the differences are as the paper says, and which are.
 
     "reproduced" if all of them are, "partly reproduced" if some are; a better model counts as an equal one, one of
     which a seed is missing as not tested.
     """
-    held, reasons, absent = [], [], []
+    as_said, better, other, absent = (list[str]() for _ in range(4))
     for index, row in enumerate(recorded.rows):
         gap = difference(recorded, index) if row.paper and recorded.whole[0] and recorded.whole[index] else None
-        if gap:
-            held.append(relation(gap) in RELATIONS[row.paper])
-            if relation(gap) != row.paper:
-                reasons.append(f"{phrase(row, gap)}, where the paper says {row.paper}")
+        if gap and relation(gap) == row.paper:
+            as_said.append(phrase(row, gap))
+        elif gap and relation(gap) in RELATIONS[row.paper]:
+            better.append(phrase(row, gap))
+        elif gap:
+            other.append(f"{phrase(row, gap)}, not {row.paper}")
         elif row.paper:
             absent.append(row.label)
-    if held and not reasons:
-        reasons.append("every difference is as the paper says")
+    groups = {"as the paper says": as_said, "better than it says": better, "not as it says": other}
+    words = [f"{name}: {', '.join(rows)}" for name, rows in groups.items() if rows]
     if absent:
-        reasons.append(f"not wholly recorded yet: {', '.join(absent)}")
-    if not held:
-        return "not tested", "; ".join(reasons)
-    word = "reproduced" if all(held) and not absent else "partly reproduced" if any(held) else "not reproduced"
-    return word, "; ".join(reasons)
+        words.append(f"not wholly recorded yet: {', '.join(absent)}")
+    why, held = "; ".join(words), len(as_said) + len(better)
+    if not held and not other:
+        return "not tested", why
+    return "reproduced" if not other and not absent else "partly reproduced" if held else "not reproduced", why
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -276,14 +280,13 @@ def draw(recorded: Recorded, palette: str | None = None) -> Figure:
 
 
 def draw_differences(axis: Axes, recorded: Recorded, shades: Sequence[Any]) -> None:
-    """A line for every row: mean difference, interval, and a dot for each seed; the baseline stands at zero."""
+    """A line for every row: a dot for each seed, and of two or more the mean and its interval; the baseline is zero."""
     baseline = recorded.rows[0]
     axis.axvline(0, color=shades[0], linewidth=1)
     for index, (row, color) in enumerate(zip(recorded.rows, shades, strict=True)):
-        gap = difference(recorded, index)
+        gap, dots = difference(recorded, index), list(by_seed(recorded, index).values()) if index else []
+        axis.plot(dots, [index + 0.25] * len(dots), color=color, marker=".", linestyle="")
         if gap:
-            dots = list(by_seed(recorded, index).values()) if index else []
-            axis.plot(dots, [index + 0.25] * len(dots), color=color, marker=".", linestyle="")
             axis.hlines(index, gap.low, gap.high, color=color, linewidth=3)
             axis.plot(gap.mean, index, color=color, marker=look(row.kind).marker, markersize=8)
     axis.locator_params(axis="x", nbins=5)

@@ -18,13 +18,19 @@ def numbers_table(folder: Path | None = None) -> str:
     """Markdown: what the paper says beside the last recorded run. Errors: FileNotFoundError for a missing CSV."""
     folder = folder or results_dir()
     rows = [("", "paper", "here"), ("---", "---", "---")]
-    rows += [_permutations(folder), _weights(folder)]
-    small, block = TABLE_1.row(size="800M", variant="ff_qkv"), TABLE_1.row(size="17B", variant="ff_qkv")
+    rows += [_permutations(folder), _weights(folder), _losses(folder)]
+    small, large = TABLE_1.row(size="800M", variant="ff_qkv"), TABLE_1.row(size="17B", variant="ff_qkv")
     loss = TABLE_6.row(size="17B", variant="ff_qkv_loss")
     for file, timed, what, paper in (
         ("decoding_800m_distance", "FF+QKV, whole model", "800M, sparse over dense", small.speedup),
-        ("decoding_17b_distance", "FF+QKV, block", "a block of 17B, sparse over dense", block.block_speedup),
-        ("decoding_17b_distance", "FF+QKV+loss, whole model", "17B with sparse loss, over dense", loss.speedup),
+        ("decoding_17b_distance", "FF+QKV, block", "a block of 17B (*)", large.block_speedup),
+        ("decoding_17b_distance", "FF+QKV, whole model", "17B (*)", large.speedup),
+        (
+            "decoding_17b_distance",
+            "FF+QKV+loss, whole model",
+            "17B with sparse loss (*; paper: Terraformer)",
+            loss.speedup,
+        ),
     ):
         rows.append(_speedup(folder, file, timed, what, paper))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -50,6 +56,13 @@ def _weights(folder: Path) -> tuple[str, str, str]:
     here = " and ".join(f"{counts[v]:.0f}M" for v in ("dense", "ff_qkv"))
     paper = " and ".join(f"{WEIGHTS.row(size='800M', model=v).weights / 1e6:.0f}M" for v in ("dense", "ff_qkv"))
     return ("weights of the 800M model, dense and sparse", f"{paper} (its code)", here)
+
+
+def _losses(folder: Path) -> tuple[str, str, str]:
+    frame = _read(folder, "perplexity").iloc[1:]
+    here = ", ".join(f"{row['model']} {row['difference (nats)']}" for _, row in frame.iterrows())
+    seeds = f"{frame['seeds'].min()} seeds, `laptop`"
+    return ("loss at equal weights, minus that of dense (nats a token)", "equal within noise", f"{here} ({seeds})")
 
 
 def _speedup(folder: Path, file: str, timed: str, what: str, paper: float | None) -> tuple[str, str, str]:

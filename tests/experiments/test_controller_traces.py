@@ -27,7 +27,7 @@ def extra(config):
 def test_nothing_recorded_is_drawn_and_told_as_that():
     recorded = load(controller_traces.SPARSITIES)
     assert len(controller_traces.draw_traces(recorded).axes) == 6
-    assert controller_traces.at_the_end(recorded)["dead"] == "(not recorded yet)"
+    assert controller_traces.at_the_end(recorded, recorded.rows[0].label)["dead"] == "(not recorded yet)"
 
 
 def test_traces_have_a_line_for_each_block_and_their_end_is_averaged():
@@ -39,10 +39,13 @@ def test_traces_have_a_line_for_each_block_and_their_end_is_averaged():
     frame = controller_traces.last_statistics(recorded)
     assert frame["decision (%)"].iloc[0] == pytest.approx(70)
     assert frame["seeds"].tolist() == [3, 0, 0, 0, 0, 3]
-    assert controller_traces.at_the_end(recorded) == dict.fromkeys(STATISTICS, "50 %") | {"decision": "70 %"}
+    assert controller_traces.at_the_end(recorded, recorded.rows[0].label) == dict.fromkeys(STATISTICS, "50 %") | {
+        "decision": "70 %"
+    }
 
 
 def test_live_statistics():
     live = perplexity.train_live({"FF": {"variant": "ff"}}, seed=0, steps=2)[0]
     values = controller_traces.live_statistics(live)
-    assert len(values) == 2 * len(STATISTICS) and all(0 <= value <= 1 for value in values.values())
+    assert len(values) == 2 * len(STATISTICS) and all(0 <= value <= 100 for value in values.values())
+    assert max(values.values()) > 1  # percent

@@ -135,10 +135,10 @@ def test_bytes_that_are_read():
     frame = DataFrame([{"context": 1000, "rounds": 2, "positions": 30.0, "even": 1.0, "most": 64}])
     row = lsh_cost.reading_table(frame, width=64).iloc[0]
     assert row["keys and values (KB)"] == pytest.approx(30 * 2 * 64 * 4 / 1e3)
-    assert row["buckets (KB)"] == pytest.approx(1000 * 2 * 8 / 1e3)
+    assert row["buckets (KB)"] == pytest.approx(1000 * 2 * 4 / 1e3)
     assert row["full attention (KB)"] == pytest.approx(1000 * 2 * 64 * 4 / 1e3)
     assert row["of context (%)"] == pytest.approx(3)
-    assert row["of full attention (%)"] == pytest.approx(100 * (15.36 + 16) / 512)
+    assert row["of full attention (%)"] == pytest.approx(100 * (15.36 + 8) / 512)
 
 
 def test_figure_of_candidates():

@@ -6,9 +6,10 @@ import pytest
 
 from sparselib.config import count_parameters
 from sparselib.experiments import controller_traces, perplexity
-from sparselib.experiments.recorded import load, planned_runs
+from sparselib.experiments.recorded import load, planned_runs, table
 from sparselib.paths import repository
 from sparselib.results import statistics
+from sparselib.results.figures import look
 
 from .invented import invent
 
@@ -129,6 +130,29 @@ def test_warm_up_is_compared_at_the_rate_of_each_model():
     assert frame.loc["sparse QKV"].tolist() == pytest.approx([0.2, 0.8, 1.8])
 
 
+def test_at_one_rate_models_are_compared_over_the_seeds_that_both_have():
+    assert perplexity.by_rate().iloc[:, 1:].isna().all(axis=None)
+    invent("tuning", lambda c: 5 + 0.1 * c.variant.startswith("ff_qkv"))
+    invent("tuning_again", lambda c: 6 + 0.3 * c.variant.startswith("ff_qkv"))
+    frame = perplexity.by_rate().set_index("model")
+    rates = {c.optimizer.learning_rate for c in planned_runs("tuning")}
+    assert list(frame) == [f"{rate:g} (nats)" for rate in sorted(rates)]
+    again = {c.variant for c in planned_runs("tuning_again")}
+    both = {rate for rate in rates if {f"dense_{rate:g}", f"ff_qkv_{rate:g}"} <= again}
+    for rate in rates:
+        assert frame.loc[look("ff_qkv").label, f"{rate:g} (nats)"] == pytest.approx(0.2 if rate in both else 0.1)
+        assert frame.loc[look("qkv").label, f"{rate:g} (nats)"] == pytest.approx(0)
+
+
+def test_what_a_token_reads_of_a_sparse_feedforward():
+    recorded = load(perplexity.CAUSES)
+    read = perplexity.with_reads(recorded, table(recorded))["read (%)"]
+    dense = 4 * (2 * 128 * 512 + 512 + 128)
+    n4_rank64 = 4 * (96 * (2 * 128 + 1) + 128 + 128 * 64 + 64 * 384)  # units, bias, the controller
+    assert read[0] == 100 and read[4] == pytest.approx(100 * n4_rank64 / dense)
+    assert read[1] < min(read[2:])
+
+
 def test_each_size_is_compared_with_its_own_dense_model():
     rows = perplexity.scale_rows()
     empty = {size: load(part) for size, part in rows.items()}
@@ -139,7 +163,7 @@ def test_each_size_is_compared_with_its_own_dense_model():
     sizes = {size: load(part) for size, part in rows.items()}
     frame = perplexity.scale_table(sizes)
     assert frame["d_model"].tolist() == [size for size in rows for _ in range(3)]
-    assert frame[frame["model"] == "sparse FF"]["difference"].tolist() == pytest.approx([0.25] * 3)
+    assert frame[frame["model"] == "sparse FF"]["difference (nats)"].tolist() == pytest.approx([0.25] * 3)
     assert len(perplexity.draw_scale(sizes).axes[0].containers) == 2
     assert perplexity.trend(sizes).startswith("from d_model 64 to 256 the difference of sparse FF changes by +0.000 (")
 

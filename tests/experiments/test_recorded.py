@@ -103,7 +103,9 @@ def test_the_verdict_follows_from_the_findings(pairs):
     word, why = verdict(made_up(("", [5.0] * 3), *((paper, FOUND[here]) for paper, here in pairs)))
     held = [paper == here or (paper, here) == ("equal", "better") for paper, here in pairs]
     assert word == ("reproduced" if all(held) else "partly reproduced" if any(held) else "not reproduced")
-    assert why.count("where the paper says") == sum(paper != here for paper, here in pairs)
+    assert why.count(", not ") == held.count(False)
+    assert ("better than it says" in why) == any((paper, here) == ("equal", "better") for paper, here in pairs)
+    assert why.count("row ") == len(pairs)
 
 
 def test_verdict_without_runs_and_with_some():
@@ -111,27 +113,28 @@ def test_verdict_without_runs_and_with_some():
     for some in ([], [5.0, 5.0]):  # two of three seeds are none
         word, why = verdict(made_up(("", [5.0] * 3), ("worse", FOUND["worse"]), ("equal", some)))
         assert word == "partly reproduced"
-        assert why == "every difference is as the paper says; not wholly recorded yet: row 2"
+        assert why.startswith("as the paper says: row 1 is worse (+0.133, ")
+        assert why.endswith("; not wholly recorded yet: row 2")
     assert verdict(made_up(("", [5.0, 5.0]), ("worse", FOUND["worse"])))[0] == "not tested"
 
 
 def test_told_and_pick():
     found = made_up(("", [5.0] * 3), ("", FOUND["worse"]), ("", []))
-    assert told(found, "row 1") == "row 1 is worse, +0.133 (+0.100 to +0.200)"
-    assert told(found) == "row 1 is worse, +0.133 (+0.100 to +0.200); row 2 is not recorded yet"
+    assert told(found, "row 1") == "row 1 is worse (+0.133, +0.100 to +0.200)"
+    assert told(found) == "row 1 is worse (+0.133, +0.100 to +0.200); row 2 is not recorded yet"
     other = pick(found, found.rows[1], found.rows[0])
-    assert told(other) == "row 0 is better, -0.133 (-0.200 to -0.100)"
+    assert told(other) == "row 0 is better (-0.133, -0.200 to -0.100)"
 
 
 def test_table_with_and_without_runs():
     empty = save_table("empty", recorded.table(load(ROWS)), recorded.FORMATS)
-    assert empty["difference"].tolist() == ["–", "–"]
+    assert empty["difference (nats)"].tolist() == ["–", "–"]
     invent("figure1", figure_1)
     frame = save_table("full", recorded.table(load(ROWS)), recorded.FORMATS)
-    assert frame["weights"].tolist() == ["1,878,784", "1,884,800"]
+    assert frame["weights"].tolist() == ["1,878,784", "1,884,800"] and frame["d_ff"].tolist() == ["512", "480"]
     assert recorded.rates([load(ROWS)]) == "learning rates: 0.004 (dense, FF)"
     assert frame["loss (nats)"].tolist() == ["5.010", "5.010"]
-    assert frame["interval"].tolist() == ["–", "-0.020 to +0.020"]
+    assert frame["interval (nats)"].tolist() == ["–", "-0.020 to +0.020"]
     assert frame["here"].tolist() == ["–", "equal"]
 
 

@@ -45,7 +45,7 @@ def test_answers_are_right_and_as_long_as_asked(task, shortest, more, seed):
         else:
             at = question.index(PLUS)
             assert number(answer) == number(question[:at]) + number(question[at + 1 :])
-            assert at - 1 <= len(question) - at - 1 <= at
+            assert 1 <= at <= len(question) - 2
             assert all(part[-1] != ZERO for part in (question[:at], question[at + 1 :]) if len(part) > 1)
         digits = len(question) - (task == "addition")
         assert shortest <= digits <= shortest + more
@@ -63,6 +63,11 @@ def test_all_lengths_and_digits_come():
     assert set().union(*map(lengths, batches)) == lengths(next(source.in_order(EXAMPLES))) == {1, 2, 3, 4, 5}
     assert set(batches[0]["source"].flatten().tolist()) <= set(range(ZERO, ZERO + 10)) and PLUS < VOCAB_SIZE
     assert set().union(*(b["source"].flatten().tolist() for b in batches)) == set(range(ZERO, ZERO + 10))
+
+
+def test_every_share_of_the_digits_comes_in_the_first_number():
+    questions = [question for question, _ in rows(next(ToySource("addition", 5, 5).batches(200, 0)))]
+    assert {question.index(PLUS) for question in questions} == {1, 2, 3, 4}
 
 
 def test_lengths_grow():
