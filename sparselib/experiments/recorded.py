@@ -208,7 +208,7 @@ def verdict(recorded: Recorded) -> tuple[str, str]:
     which a seed is missing as not tested.
     """
     as_said, better, other, absent = (list[str]() for _ in range(4))
-    for index, row in enumerate(recorded.rows):
+    for index, row in enumerate(recorded.rows[1:], start=1):
         gap = difference(recorded, index) if row.paper and recorded.whole[0] and recorded.whole[index] else None
         if gap and relation(gap) == row.paper:
             as_said.append(phrase(row, gap))

@@ -118,6 +118,12 @@ def test_verdict_without_runs_and_with_some():
     assert verdict(made_up(("", [5.0, 5.0]), ("worse", FOUND["worse"])))[0] == "not tested"
 
 
+def test_what_the_paper_says_of_the_baseline_does_not_count():
+    found = made_up(("", [5.0] * 3), ("equal", FOUND["equal"]), ("worse", FOUND["better"]))
+    word, why = verdict(pick(found, *found.rows[1:]))
+    assert word == "not reproduced" and "row 1" not in why
+
+
 def test_told_and_pick():
     found = made_up(("", [5.0] * 3), ("", FOUND["worse"]), ("", []))
     assert told(found, "row 1") == "row 1 is worse (+0.133, +0.100 to +0.200)"
