@@ -194,6 +194,15 @@ def phrase(row: Row, gap: Estimate) -> str:
     return f"{row.label} is {relation(gap)} ({gap.mean:+.3f}, {interval(gap)})"
 
 
+def least_and_most(recorded: Recorded) -> tuple[str, str]:
+    """The lowest and the highest mean loss of all rows but the first, with their models, in words."""
+    losses = table(recorded)[1:].dropna(subset="loss (nats)").sort_values("loss (nats)")
+    if losses.empty:
+        return ("not recorded yet",) * 2
+    least, most = (f"{row['loss (nats)']:.3f} ({row['model']})" for _, row in losses.iloc[[0, -1]].iterrows())
+    return least, most
+
+
 def pick(recorded: Recorded, *rows: Row) -> Recorded:
     """The same runs for some of the rows; the first becomes the baseline."""
     places = [recorded.rows.index(row) for row in rows]

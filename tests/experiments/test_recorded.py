@@ -144,6 +144,14 @@ def test_table_with_and_without_runs():
     assert frame["here"].tolist() == ["–", "equal"]
 
 
+def test_least_and_most_leave_out_the_baseline_and_what_is_not_recorded():
+    rows = (*ROWS, Row("QKV", "figure1/qkv", "qkv"), Row("both", "figure1/ff_qkv", "ff_qkv"))
+    assert recorded.least_and_most(load(rows)) == ("not recorded yet", "not recorded yet")
+    invent("figure1", figure_1)
+    assert recorded.least_and_most(load(rows)) == ("4.910 (QKV)", "5.110 (both)")
+    assert recorded.least_and_most(load(ROWS)) == ("5.010 (FF)", "5.010 (FF)")
+
+
 def test_draw_with_and_without_runs():
     left, right = recorded.draw(load(ROWS)).axes
     assert not left.lines and [label.get_text() for label in right.get_yticklabels()] == ["dense", "FF"]
