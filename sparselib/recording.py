@@ -94,7 +94,7 @@ def record(config: TrainConfig, hook: Hook | None = None, *, progress: bool = Tr
         losses=list(result.losses),
         validation=list(result.validation),
         final_loss=result.validation[-1][1],
-        minutes=round(result.seconds / 60, 2),
+        minutes=round(result.seconds / 60, 4),
         peak_memory_gb=round(result.peak_memory_bytes / 1e9, 3),
         code_version=version.commit,
         date=datetime.datetime.now(datetime.UTC).date(),
