@@ -120,12 +120,10 @@ LOSS_PAPER = (
 def with_reads(recorded: Recorded, frame: DataFrame) -> DataFrame:
     """:func:`~sparselib.experiments.recorded.table` with the weights that a token reads of the feedforward and its
     controller, in percent of those of the first row."""
-    planned = {row.run: planned_runs(row.run.split("/")[0]) for row in recorded.rows}
-    reads = []
-    for run, configs in planned.items():
-        config = next(c for c in configs if f"{c.experiment}/{c.variant}" == run)
-        parts = model_parts(config.model_config_())
-        reads.append(parts["feedforward"].reads + parts["controller"].reads)
+    experiments = {row.run.split("/")[0] for row in recorded.rows}
+    planned = {f"{c.experiment}/{c.variant}": c for name in experiments for c in planned_runs(name)}
+    parts = [model_parts(planned[row.run].model_config_()) for row in recorded.rows]
+    reads = [of_model["feedforward"].reads + of_model["controller"].reads for of_model in parts]
     return frame.assign(**{"read (%)": [100 * number / reads[0] for number in reads]})
 
 
@@ -201,13 +199,9 @@ def load_tuning(sweeps: Sequence[str] = TUNING) -> tuple[Recorded, DataFrame]:
 def by_rate(sweeps: Sequence[str] = TUNING) -> DataFrame:
     """A row a model: its loss minus that of dense at the same rate, the mean over the seeds that both have."""
     _, frame = _load_tries([config for name in sweeps for config in planned_runs(name)])
-    losses = frame.pivot(index=["learning rate", "seed"], columns="variant", values="loss (nats)")[
-        frame["variant"].unique()
-    ]
-    gaps = losses.drop(columns="dense").sub(losses["dense"], axis=0).groupby("learning rate").mean().T
-    gaps.index = [look(kind).label for kind in gaps.index]
-    gaps.columns = [f"{rate:g} (nats)" for rate in gaps.columns]
-    return gaps.rename_axis("model").reset_index()
+    losses = frame.pivot(index=["learning rate", "seed"], columns="variant", values="loss (nats)")
+    gaps = losses.sub(losses["dense"], axis=0).groupby("learning rate").mean().T
+    return _labelled(gaps.loc[[kind for kind in frame["variant"].unique() if kind != "dense"]], "{:g} (nats)")
 
 
 def load_warmup() -> tuple[Recorded, DataFrame]:
@@ -216,9 +210,14 @@ def load_warmup() -> tuple[Recorded, DataFrame]:
     configs = [config for name in ("warmup", "tuning") for config in planned_runs(name)]
     recorded, frame = _load_tries([c for c in configs if c.optimizer.learning_rate == used.get(_kind(c))])
     table = frame.pivot(index="variant", columns="warm-up", values="loss (nats)").loc[list(used)]
-    table.index = [look(kind).label for kind in table.index]
-    table.columns = [f"{steps} steps (nats)" for steps in table.columns]
-    return recorded, table.rename_axis("model").reset_index()
+    return recorded, _labelled(table, "{} steps (nats)")
+
+
+def _labelled(table: DataFrame, column: str) -> DataFrame:
+    """A table of kinds by what was tried, with the kinds' labels and columns that are written as ``column``."""
+    table.index = pd.Index([look(kind).label for kind in table.index], name="model")
+    table.columns = pd.Index(map(column.format, table.columns))
+    return table.reset_index()
 
 
 def _kind(config: TrainConfig) -> str:

@@ -51,9 +51,8 @@ class ToySource:
     """Batches as :class:`~sparselib.tasks.objectives.SpanCorruption` gives them, made as they are asked for.
 
     All sources of a batch are of one length, so that training computes on little padding; those of :meth:`in_order`
-    differ.
-    During the first ``growing`` batches the longest grows from ``FIRST`` to ``longest``, by the same factor in every
-    batch: what works for few digits takes most steps to find, and is then stretched.
+    differ. During the first ``growing`` batches the longest grows from ``FIRST`` to ``longest``, by the same factor in
+    every batch: what works for few digits takes most steps to find, and is then stretched.
     Errors: ValueError for an unknown task, no digits, fewer than 2 for an addition, ``longest`` below ``shortest``.
     """
 
