@@ -92,6 +92,16 @@ def at_the_end(recorded: Recorded, label: str) -> dict[str, str]:
     return {name: "(not recorded yet)" if isna(value) else f"{value:.0f} %" for name, value in values.items()}
 
 
+def dead_by_n(recorded: Recorded) -> str:
+    """The share of dead units at the end of training for every N of sparse feedforward alone, written for prose."""
+    shares = {}
+    for row, runs in zip(recorded.rows, recorded.runs, strict=True):
+        if row.kind == BASE.kind and runs:
+            n = next(iter(runs.values())).train_config().model_config_().ff_sparsity
+            shares[n] = at_the_end(recorded, row.label)["dead"]
+    return ", ".join(f"{shares[n]} at N = {n}" for n in sorted(shares)) or "(not recorded yet)"
+
+
 def live_statistics(live: Live) -> dict[str, float]:
     """The statistics, in percent, at the end of a training of :func:`~sparselib.experiments.perplexity.train_live`."""
     windows = load_splits(live.config.data).validation_windows

@@ -93,6 +93,12 @@ def load(rows: Sequence[Row]) -> Recorded:
     return recorded
 
 
+def of_variants(rows: Sequence[Row], *variants: str) -> tuple[Row, ...]:
+    """The row of each variant, as its sweep calls it."""
+    by_variant = {row.run.split("/")[1]: row for row in rows}
+    return tuple(by_variant[variant] for variant in variants)
+
+
 def _missing(row: Row, planned: Sequence[TrainConfig], found: Mapping[int, RunRecord]) -> str:
     """The row's name where runs of it are not recorded, with their seeds if some are."""
     experiment, variant = row.run.split("/")

@@ -28,6 +28,7 @@ def test_nothing_recorded_is_drawn_and_told_as_that():
     recorded = load(controller_traces.SPARSITIES)
     assert len(controller_traces.draw_traces(recorded).axes) == 6
     assert controller_traces.at_the_end(recorded, recorded.rows[0].label)["dead"] == "(not recorded yet)"
+    assert controller_traces.dead_by_n(recorded) == "(not recorded yet)"
 
 
 def test_traces_have_a_line_for_each_block_and_their_end_is_averaged():
@@ -42,6 +43,13 @@ def test_traces_have_a_line_for_each_block_and_their_end_is_averaged():
     assert controller_traces.at_the_end(recorded, recorded.rows[0].label) == dict.fromkeys(STATISTICS, "50 %") | {
         "decision": "70 %"
     }
+
+
+def test_dead_units_are_told_by_n_in_order():
+    for experiment in ("figure1", "figure3"):
+        invent(experiment, lambda config: 5.0, lambda config: {f"{name}.1": [0.5] * POINTS for name in STATISTICS})
+    told = controller_traces.dead_by_n(load(controller_traces.SPARSITIES))
+    assert told == ", ".join(f"50 % at N = {n}" for n in (4, 8, 16, 32, 64))
 
 
 def test_live_statistics():
