@@ -32,6 +32,8 @@ FORMATS = {
     "weights": "{:,}",
     "loss (nats)": "{:.3f}",
     "difference (nats)": "{:+.3f}",
+    "low (nats)": "{:+.3f}",
+    "high (nats)": "{:+.3f}",
 }
 
 
@@ -159,7 +161,8 @@ def relation(estimate: Estimate) -> str:
 
 
 def table(recorded: Recorded) -> DataFrame:
-    """One row a model: its sizes, losses over seeds, difference from the baseline, the paper's finding and ours."""
+    """One row a model: its sizes, losses over seeds, difference from the baseline with its interval, ours and the
+    paper's finding. No column of the paper where it says nothing of any row."""
     rows = []
     for index, (row, runs) in enumerate(zip(recorded.rows, recorded.runs, strict=True)):
         losses = [run.final_loss for run in runs.values()]
@@ -173,13 +176,14 @@ def table(recorded: Recorded) -> DataFrame:
                 "seeds": len(losses),
                 "loss (nats)": float(np.mean(losses)) if losses else None,
                 "difference (nats)": gap and gap.mean,
-                "interval (nats)": gap and interval(gap),
+                "low (nats)": gap and gap.low,
+                "high (nats)": gap and gap.high,
                 "paper": row.paper or None,
                 "here": gap and relation(gap),
             }
         )
-    frame = DataFrame(rows)
-    return frame.astype({"d_ff": "Int64", "weights": "Int64"})  # an int may be missing
+    frame = DataFrame(rows).astype({"d_ff": "Int64", "weights": "Int64"})  # an int may be missing
+    return frame if any(row.paper for row in recorded.rows) else frame.drop(columns="paper")
 
 
 def interval(estimate: Estimate) -> str:

@@ -140,8 +140,9 @@ def test_table_with_and_without_runs():
     assert frame["weights"].tolist() == ["1,878,784", "1,884,800"] and frame["d_ff"].tolist() == ["512", "480"]
     assert recorded.rates([load(ROWS)]) == "learning rates: 0.004 (dense, FF)"
     assert frame["loss (nats)"].tolist() == ["5.010", "5.010"]
-    assert frame["interval (nats)"].tolist() == ["–", "-0.020 to +0.020"]
-    assert frame["here"].tolist() == ["–", "equal"]
+    assert frame["low (nats)"].tolist() == ["–", "-0.020"] and frame["high (nats)"].tolist() == ["–", "+0.020"]
+    assert frame["here"].tolist() == ["–", "equal"] and frame["paper"].tolist() == ["–", "equal"]
+    assert "paper" not in recorded.table(load(ROWS[:1]))
 
 
 def test_least_and_most_leave_out_the_baseline_and_what_is_not_recorded():
