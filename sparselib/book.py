@@ -27,6 +27,7 @@ from .results.profiles import PROFILES
 from .results.readme import numbers_table, with_numbers
 
 PAGES = ("index.md", "_config.yml", "_toc.yml", "book")
+NUMBERED = ("README.md", "index.md")  # with the table of main numbers
 RESULTS = "data/results"
 EXECUTIONS = """# Executions
 
@@ -52,6 +53,9 @@ def build(profile: str) -> Path:
     run_notebooks(profile, output=source)
     _refuse("the notebooks", lint_notebooks(source / "notebooks", profile))
     write_atomically(source / "book" / "executions.md", executions_page(source / "notebooks"))
+    if profile == "laptop":  # the table is of that profile
+        first = source / "index.md"
+        write_atomically(first, with_numbers(first.read_text(encoding="utf-8"), numbers_table(source / RESULTS)))
     pages = _build_pages(source)
     _refuse("the pages", check_offline(pages))
     return _publish(pages) / "index.html"
@@ -77,19 +81,20 @@ def stage() -> Path:
 
 
 def refresh(names: Sequence[str] | None = None) -> list[Path]:
-    """Run the notebooks (default: all) at profile laptop; once all are well, write them, results and README's table."""
+    """Run the notebooks (default: all) at profile laptop; once all are well, write them, results and main numbers."""
     source = stage()
     executed = run_notebooks("laptop", names, source)
     _refuse("the notebooks", lint_notebooks(source / "notebooks"))
     results = sorted((source / RESULTS).glob("*.csv"))
     targets = [notebooks_dir() / path.name for path in executed]
     targets += [repository() / RESULTS / path.name for path in results]
-    readme = repository() / "README.md"
-    text = with_numbers(readme.read_text(encoding="utf-8"), numbers_table(source / RESULTS))
+    table, numbered = numbers_table(source / RESULTS), [repository() / name for name in NUMBERED]
+    texts = [with_numbers(path.read_text(encoding="utf-8"), table) for path in numbered]
     for path, target in zip([*executed, *results], targets, strict=True):
         write_atomically(target, path.read_text(encoding="utf-8"))
-    write_atomically(readme, text)
-    return [*targets, readme]
+    for path, text in zip(numbered, texts, strict=True):
+        write_atomically(path, text)
+    return [*targets, *numbered]
 
 
 def executions_page(folder: Path) -> str:

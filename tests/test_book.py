@@ -100,13 +100,13 @@ def test_staging_copies_the_sources_afresh_and_keeps_good_runs(root):
     } | {"notebooks/01_a.ipynb": "run"}
 
 
-def _build(root, monkeypatch, head="", faults=()):
+def _build(root, monkeypatch, head="", faults=(), profile="smoke"):
     """book.build with the slow steps replaced."""
     monkeypatch.setattr(book, "run_notebooks", lambda *arguments, **names: None)
     monkeypatch.setattr(book, "lint_notebooks", lambda *arguments: list(faults))
     monkeypatch.setattr(book, "executions_page", lambda folder: "# Executions")
     monkeypatch.setattr(book, "_build_pages", lambda source: pages(root / "_build" / "pages", head))
-    return book.build("smoke")
+    return book.build(profile)
 
 
 def test_a_good_build_takes_the_place_of_the_one_before(root, monkeypatch):
@@ -114,6 +114,15 @@ def test_a_good_build_takes_the_place_of_the_one_before(root, monkeypatch):
     assert _build(root, monkeypatch) == root / "_build" / "html" / "index.html"
     assert [path.name for path in (root / "_build" / "html").iterdir()] == ["index.html"]
     assert (root / "_build" / "source" / "book" / "executions.md").read_text() == "# Executions"
+
+
+@pytest.mark.parametrize(("profile", "shown"), [("smoke", "old"), ("laptop", "new"), ("paper", "old")])
+def test_the_main_numbers_are_those_of_a_build_at_laptop(root, monkeypatch, profile, shown):
+    (root / "index.md").write_text(f"{readme.START}old{readme.END}")
+    monkeypatch.setattr(book, "numbers_table", lambda folder: "new")
+    _build(root, monkeypatch, profile=profile)
+    assert shown in (root / "_build" / "source" / "index.md").read_text()
+    assert "old" in (root / "index.md").read_text()
 
 
 @pytest.mark.parametrize("spoilt", [{"head": f'<script src="{FOREIGN}"></script>'}, {"faults": ["a fault"]}])
@@ -143,9 +152,10 @@ def test_refresh_writes_nothing_unless_every_notebook_is_fit(root, monkeypatch):
     (root / "_build/source/notebooks").rmdir()
     monkeypatch.setattr(book, "lint_notebooks", lambda folder: [])
     monkeypatch.setattr(book, "numbers_table", lambda folder: (folder / "t.csv").read_text())
-    (root / "README.md").write_text(f"{readme.START}{readme.END}")
-    assert len(book.refresh(["01_a"])) == 3 and asked == [None, ["01_a"]]
-    assert "new" in (root / "README.md").read_text()
+    for name in book.NUMBERED:
+        (root / name).write_text(f"{readme.START}{readme.END}")
+    assert len(book.refresh(["01_a"])) == 4 and asked == [None, ["01_a"]]
+    assert all("new" in (root / name).read_text() for name in book.NUMBERED)
     assert (root / "data/results/t.csv").read_text() == "new"
     assert (root / "notebooks/01_a.ipynb").read_text() == "run at laptop"
 

@@ -1,4 +1,4 @@
-"""The table on the README's first screen, made from data/results and the papers' numbers."""
+"""The table of main numbers, in README.md and on the book's first page, from data/results and the papers' numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from pandas import DataFrame, read_csv
 from ..checks import require
 from ..paths import results_dir
 from .paper import TABLE_1, TABLE_6, WEIGHTS
+from .tables import MISSING
 
 START, END = "<!-- numbers:start -->", "<!-- numbers:end -->"
+
+QUALITY = (
+    ("perplexity", "figure 1", "equal"),
+    ("feedforward_sparsity", "figure 3 and experts", "N = 64 equal, experts worse"),
+    ("qkv_variants", "figure 5", "equal, some a little better"),
+    ("sparse_loss", "sparse loss", "a little worse"),
+)
 
 
 def numbers_table(folder: Path | None = None) -> str:
     """Markdown: what the paper says beside the last recorded run. Errors: FileNotFoundError for a missing CSV."""
     folder = folder or results_dir()
     rows = [("", "paper", "here"), ("---", "---", "---")]
-    rows += [_permutations(folder), _weights(folder), _losses(folder)]
+    rows += [_permutations(folder), _weights(folder)]
+    for file, what, paper in QUALITY:
+        rows.append(_losses(folder, file, what, paper))
     small, large = TABLE_1.row(size="800M", variant="ff_qkv"), TABLE_1.row(size="17B", variant="ff_qkv")
     loss = TABLE_6.row(size="17B", variant="ff_qkv_loss")
     for file, timed, what, paper in (
@@ -36,11 +46,11 @@ def numbers_table(folder: Path | None = None) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def with_numbers(readme: str, table: str) -> str:
-    """``readme`` with ``table`` between its two markers. Errors: ValueError where the markers are missing."""
+def with_numbers(page: str, table: str) -> str:
+    """``page`` with ``table`` between its two markers. Errors: ValueError where the markers are missing."""
     pattern = re.compile(f"{re.escape(START)}.*{re.escape(END)}", re.S)
-    require(len(pattern.findall(readme)) == 1, "README.md", "no markers", f"with {START} and {END} once each")
-    return pattern.sub(lambda _: f"{START}\n\n{table}\n\n{END}", readme)
+    require(len(pattern.findall(page)) == 1, "page", "no markers", f"with {START} and {END} once each")
+    return pattern.sub(lambda _: f"{START}\n\n{table}\n\n{END}", page)
 
 
 def _permutations(folder: Path) -> tuple[str, str, str]:
@@ -58,11 +68,16 @@ def _weights(folder: Path) -> tuple[str, str, str]:
     return ("weights of the 800M model, dense and sparse", f"{paper} (its code)", here)
 
 
-def _losses(folder: Path) -> tuple[str, str, str]:
-    frame = _read(folder, "perplexity").iloc[1:]
-    here = ", ".join(f"{row['model']} {row['difference (nats)']}" for _, row in frame.iterrows())
+def _losses(folder: Path, file: str, what: str, paper: str) -> tuple[str, str, str]:
+    """The difference of every model, or of more than three the least and the greatest."""
+    frame = _read(folder, file).iloc[1:]
+    frame = frame[frame["difference (nats)"] != MISSING]
+    told = [f"{row['model']} {row['difference (nats)']}" for _, row in frame.iterrows()]
+    if len(told) > 3:
+        order = frame["difference (nats)"].astype(float).argsort()
+        told = [f"{told[order.iloc[0]]} to {told[order.iloc[-1]]}"]
     seeds = f"{frame['seeds'].min()} seeds, `laptop`"
-    return ("loss at equal weights, minus that of dense (nats a token)", "equal within noise", f"{here} ({seeds})")
+    return (f"{what}: loss minus that of dense (nats a token)", paper, f"{', '.join(told)} ({seeds})")
 
 
 def _speedup(folder: Path, file: str, timed: str, what: str, paper: float | None) -> tuple[str, str, str]:
