@@ -205,12 +205,14 @@ def by_rate(sweeps: Sequence[str] = TUNING) -> DataFrame:
 
 
 def load_warmup() -> tuple[Recorded, DataFrame]:
-    """The runs of the sweep over warm-up with those of 60 steps from `tuning`; a row a model, its losses by warm-up."""
+    """The runs of the sweeps over warm-up with those of `tuning` at the rate of each model in figure 1; a row a model,
+    its losses by warm-up, at that rate and at twice the rate."""
     used = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
-    configs = [config for name in ("warmup", "tuning") for config in planned_runs(name)]
-    recorded, frame = _load_tries([c for c in configs if c.optimizer.learning_rate == used.get(_kind(c))])
-    table = frame.pivot(index="variant", columns="warm-up", values="loss (nats)").loc[list(used)]
-    return recorded, _labelled(table, "{} steps (nats)")
+    configs = [c for c in planned_runs("tuning") if c.optimizer.learning_rate == used.get(_kind(c))]
+    recorded, frame = _load_tries([*configs, *planned_runs("warmup"), *planned_runs("warmup_again")])
+    frame["rate"] = frame["learning rate"] / frame["variant"].map(used)
+    table = frame.pivot(index="variant", columns=["rate", "warm-up"], values="loss (nats)").loc[list(used)]
+    return recorded, _labelled(table.sort_index(axis=1), "{0[1]} steps, {0[0]:g}x the rate (nats)")
 
 
 def _labelled(table: DataFrame, column: str) -> DataFrame:

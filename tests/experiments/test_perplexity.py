@@ -18,7 +18,7 @@ DIGITS = ("copy", "copy_parts", "copy_tuning", "addition", "addition_parts", "ad
 OF_TERRAFORMER = ("appendix", "appendix_tuning", "reversible", *DIGITS)  # notebooks 14 and 16
 SWEEPS = [name for name in FILES if name not in OF_TERRAFORMER]
 LAPTOP = [name for name in SWEEPS if not name.endswith("_paper")]
-TRIED = (*perplexity.TUNING, "warmup")
+TRIED = (*perplexity.TUNING, "warmup", "warmup_again")
 REPORTED = [name for name in LAPTOP if name not in TRIED]
 FIGURES = [
     perplexity.figure_1(),
@@ -121,13 +121,15 @@ def test_tuning_table_names_the_best_rate():
 
 def test_warm_up_is_compared_at_the_rate_of_each_model():
     recorded, frame = perplexity.load_warmup()
-    assert frame.shape == (4, 4) and frame.iloc[:, 1:].isna().all(axis=None)
-    invent("warmup", lambda c: c.optimizer.warmup / 100)
+    assert frame.shape == (4, 6) and frame.iloc[:, 1:].isna().all(axis=None)
+    for experiment in ("warmup", "warmup_again"):
+        invent(experiment, lambda c: c.optimizer.warmup / 100 + c.optimizer.learning_rate)
     invent("tuning", lambda c: 100 * c.optimizer.learning_rate)
     frame = perplexity.load_warmup()[1].set_index("model")
-    assert list(frame) == ["20 steps (nats)", "60 steps (nats)", "180 steps (nats)"]
-    assert frame.loc["dense"].tolist() == pytest.approx([0.2, 0.4, 1.8])
-    assert frame.loc["sparse QKV"].tolist() == pytest.approx([0.2, 0.8, 1.8])
+    tried = ["20 steps, 1x", "60 steps, 1x", "180 steps, 1x", "300 steps, 1x", "180 steps, 2x"]
+    assert list(frame) == [f"{name} the rate (nats)" for name in tried]
+    assert frame.loc["dense"].tolist() == pytest.approx([0.204, 0.4, 1.804, 3.004, 1.808])
+    assert frame.loc["sparse QKV"].tolist() == pytest.approx([0.208, 0.8, 1.808, 3.008, 1.816])
 
 
 def test_at_one_rate_models_are_compared_over_the_seeds_that_both_have():
