@@ -121,15 +121,15 @@ def test_tuning_table_names_the_best_rate():
 
 def test_warm_up_is_compared_at_the_rate_of_each_model():
     recorded, frame = perplexity.load_warmup()
-    assert frame.shape == (4, 6) and frame.iloc[:, 1:].isna().all(axis=None)
+    assert frame.shape == (4, 7) and frame.iloc[:, 1:].isna().all(axis=None)
     for experiment in ("warmup", "warmup_again"):
         invent(experiment, lambda c: c.optimizer.warmup / 100 + c.optimizer.learning_rate)
     invent("tuning", lambda c: 100 * c.optimizer.learning_rate)
     frame = perplexity.load_warmup()[1].set_index("model")
-    tried = ["20 steps, 1x", "60 steps, 1x", "180 steps, 1x", "300 steps, 1x", "180 steps, 2x"]
+    tried = ["20 steps, 1x", "60 steps, 1x", "180 steps, 1x", "300 steps, 1x", "180 steps, 2x", "180 steps, 4x"]
     assert list(frame) == [f"{name} the rate (nats)" for name in tried]
-    assert frame.loc["dense"].tolist() == pytest.approx([0.204, 0.4, 1.804, 3.004, 1.808])
-    assert frame.loc["sparse QKV"].tolist() == pytest.approx([0.208, 0.8, 1.808, 3.008, 1.816])
+    assert frame.loc["dense"].tolist() == pytest.approx([0.204, 0.4, 1.804, 3.004, 1.808, 1.816])
+    assert frame.loc["sparse QKV"].tolist() == pytest.approx([0.208, 0.8, 1.808, 3.008, 1.816, 1.832])
 
 
 def test_at_one_rate_models_are_compared_over_the_seeds_that_both_have():
