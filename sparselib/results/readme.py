@@ -27,8 +27,7 @@ def numbers_table(folder: Path | None = None) -> str:
     folder = folder or results_dir()
     rows = [("", "paper", "here"), ("---", "---", "---")]
     rows += [_permutations(folder), _weights(folder)]
-    for file, what, paper in QUALITY:
-        rows.append(_losses(folder, file, what, paper))
+    rows += [_losses(folder, *row) for row in QUALITY]
     small, large = TABLE_1.row(size="800M", variant="ff_qkv"), TABLE_1.row(size="17B", variant="ff_qkv")
     loss = TABLE_6.row(size="17B", variant="ff_qkv_loss")
     for file, timed, what, paper in (
