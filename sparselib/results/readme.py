@@ -16,7 +16,7 @@ START, END = "<!-- numbers:start -->", "<!-- numbers:end -->"
 
 QUALITY = (
     ("perplexity", "figure 1", "equal"),
-    ("feedforward_sparsity", "figure 3 and experts", "N = 64 equal, experts worse"),
+    ("feedforward_sparsity", "figure 3 and experts", "equal, experts worse"),
     ("qkv_variants", "figure 5", "equal, some a little better"),
     ("sparse_loss", "sparse loss", "a little worse"),
 )
