@@ -58,14 +58,34 @@ app(["train", file, "--out", out, "--resume"])
 """
 
 
-@pytest.mark.parametrize("fields", [FIELDS, REVERSIBLE], ids=["decoder", "reversible"])
-def test_two_processes_are_one_also_when_they_go_on(fields, tmp_path):
+# accelerate spreads weights over GPUs only; this tells it that the two processes on CPUs are such.
+SPREAD = """
+from accelerate import Accelerator, utils
+from accelerate.state import AcceleratorState
+from sparselib.training import trainer
+class Spread(Accelerator):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        plugin = utils.FullyShardedDataParallelPlugin()
+        AcceleratorState._shared_state |= {"distributed_type": utils.DistributedType.FSDP, "fsdp_plugin": plugin}
+trainer.Accelerator = Spread
+"""
+WHOLE, FSDP = "--multi_gpu", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy"
+OF_BLOCKS = f"{FSDP} TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap Block"
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [(FIELDS, WHOLE), (REVERSIBLE, WHOLE), (FIELDS, OF_BLOCKS), (REVERSIBLE, f"{FSDP} NO_WRAP")],
+    ids=["decoder", "reversible", "decoder, weights spread", "reversible, weights spread"],
+)
+def test_two_processes_are_one_also_when_they_go_on(fields, options, tmp_path):
     file = write(tmp_path, fields)
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    script.write_text(SCRIPT if options == WHOLE else SPREAD + SCRIPT)
+    launch = "accelerate.commands.launch --num_processes 2 --num_machines 1 --mixed_precision no"
     command = [sys.executable, "-m", *launch.split(), "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += map(str, [script, file, tmp_path / "two"])
+    command += [*options.split(), *map(str, [script, file, tmp_path / "two"])]
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
