@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
 from ..config import model_parts
 from ..results.figures import look, new_figure
@@ -87,6 +88,9 @@ LOSS = (
     Row("4 modules", "loss/loss4", "ff_qkv_loss", "worse"),
     Row("4 modules with the dense d_ff", "loss/loss4_same_d_ff", "ff_qkv_loss"),
 )
+
+# Figure 1 with the warm-up and the learning rate that load_warmup finds best for each model; and with the paper's rank.
+TUNED = (*figure_1("figure1_tuned"), Row("sparse FF, rank 64", "figure1_tuned/ff_rank64", "ff"))
 
 # The same at the paper's sizes.
 PAPER_DENSE = Row("dense", "figure1_paper/dense", "dense")
@@ -187,6 +191,8 @@ def draw_scale(sizes: Mapping[int, Recorded]) -> Figure:
 
 
 TUNING = ("tuning", "tuning_again")
+WARM_UPS = ("warmup", "warmup_again", "warmup_edge")
+WARM_UP = "{} steps, {:g}x"  # and of which multiple of the rate
 
 
 def load_tuning(sweeps: Sequence[str] = TUNING) -> tuple[Recorded, DataFrame]:
@@ -206,13 +212,26 @@ def by_rate(sweeps: Sequence[str] = TUNING) -> DataFrame:
 
 def load_warmup() -> tuple[Recorded, DataFrame]:
     """The runs of the sweeps over warm-up with those of `tuning` at the rate of each model in figure 1; a row a model,
-    its losses by warm-up, at that rate and at twice the rate."""
+    its mean losses by warm-up, at that rate and at multiples of it, the best and what `figure1_tuned` takes.
+
+    The best is one of those with most seeds.
+    """
     used = {config.variant: config.optimizer.learning_rate for config in planned_runs("figure1")}
     configs = [c for c in planned_runs("tuning") if c.optimizer.learning_rate == used.get(_kind(c))]
-    recorded, frame = _load_tries([*configs, *planned_runs("warmup"), *planned_runs("warmup_again")])
+    recorded, frame = _load_tries([*configs, *chain.from_iterable(map(planned_runs, WARM_UPS))])
     frame["rate"] = frame["learning rate"] / frame["variant"].map(used)
-    table = frame.pivot(index="variant", columns=["rate", "warm-up"], values="loss (nats)").loc[list(used)]
-    return recorded, _labelled(table.sort_index(axis=1), "{0[1]} steps, {0[0]:g}x the rate (nats)")
+    frame = frame.sort_values(["rate", "warm-up"])
+    frame["try"] = [WARM_UP.format(*cell) for cell in zip(frame["warm-up"], frame["rate"], strict=True)]
+    losses, counts = (
+        frame.pivot_table("loss (nats)", "variant", "try", aggfunc=how, sort=False, dropna=False).loc[list(used)]
+        for how in ("mean", "count")
+    )
+    often = losses.where(counts.eq(counts.max(axis=1), axis=0))
+    best = [row.idxmin() if row.notna().any() else None for _, row in often.iterrows()]
+    tuned = {config.variant: config.optimizer for config in planned_runs("figure1_tuned")}
+    taken = [WARM_UP.format(tuned[v].warmup, tuned[v].learning_rate / rate) for v, rate in used.items()]
+    table = _labelled(losses, "{} (nats)")
+    return recorded, table.assign(best=Series(best), used=Series(taken))
 
 
 def _labelled(table: DataFrame, column: str) -> DataFrame:

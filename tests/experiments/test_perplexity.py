@@ -18,11 +18,12 @@ DIGITS = ("copy", "copy_parts", "copy_tuning", "addition", "addition_parts", "ad
 OF_TERRAFORMER = ("appendix", "appendix_tuning", "reversible", *DIGITS)  # notebooks 14 and 16
 SWEEPS = [name for name in FILES if name not in OF_TERRAFORMER]
 LAPTOP = [name for name in SWEEPS if not name.endswith("_paper")]
-TRIED = (*perplexity.TUNING, "warmup", "warmup_again")
+TRIED = (*perplexity.TUNING, *perplexity.WARM_UPS)
 REPORTED = [name for name in LAPTOP if name not in TRIED]
 FIGURES = [
     perplexity.figure_1(),
     perplexity.figure_1("figure1_paper"),
+    perplexity.TUNED,
     perplexity.FIGURE_3.rows,
     perplexity.FIGURE_3_PAPER.rows,
     perplexity.CAUSES,
@@ -85,7 +86,7 @@ def test_every_model_is_tuned_over_the_same_rates_and_on_other_seeds():
 def test_models_of_a_kind_have_the_rate_of_that_kind_in_figure_1():
     tuned = [*planned_runs("figure1"), *(c for c in planned_runs("ablations") if c.variant == "ff_paper")]
     rates = {config.variant: config.optimizer.learning_rate for config in tuned}
-    for config in chain.from_iterable(planned_runs(name) for name in REPORTED):
+    for config in chain.from_iterable(planned_runs(name) for name in REPORTED if name != "figure1_tuned"):
         kind = "ff" if "feedforward" in config.model else config.model.get("variant", "dense")
         kind += "_paper" * (config.model.get("controller") == "paper")
         assert config.optimizer.learning_rate == rates[kind], f"{config.experiment}/{config.variant}"
@@ -121,15 +122,24 @@ def test_tuning_table_names_the_best_rate():
 
 def test_warm_up_is_compared_at_the_rate_of_each_model():
     recorded, frame = perplexity.load_warmup()
-    assert frame.shape == (4, 7) and frame.iloc[:, 1:].isna().all(axis=None)
+    assert frame.shape == (4, 9) and frame.iloc[:, 1:-1].isna().all(axis=None)
     for experiment in ("warmup", "warmup_again"):
         invent(experiment, lambda c: c.optimizer.warmup / 100 + c.optimizer.learning_rate)
     invent("tuning", lambda c: 100 * c.optimizer.learning_rate)
     frame = perplexity.load_warmup()[1].set_index("model")
     tried = ["20 steps, 1x", "60 steps, 1x", "180 steps, 1x", "300 steps, 1x", "180 steps, 2x", "180 steps, 4x"]
-    assert list(frame) == [f"{name} the rate (nats)" for name in tried]
-    assert frame.loc["dense"].tolist() == pytest.approx([0.204, 0.4, 1.804, 3.004, 1.808, 1.816])
-    assert frame.loc["sparse QKV"].tolist() == pytest.approx([0.208, 0.8, 1.808, 3.008, 1.816, 1.832])
+    assert list(frame) == [*(f"{name} (nats)" for name in tried), "best", "used"]
+    assert frame.loc["dense"].tolist()[:6] == pytest.approx([0.204, 0.4, 1.804, 3.004, 1.808, 1.816])
+    assert frame.loc["sparse QKV"].tolist()[:6] == pytest.approx([0.208, 0.8, 1.808, 3.008, 1.816, 1.832])
+    assert frame["best"].tolist() == ["20 steps, 1x"] * 4
+
+
+def test_the_tuned_models_take_what_is_best(monkeypatch):
+    monkeypatch.delenv("SPARSELIB_RUNS")
+    _, frame = perplexity.load_warmup()
+    assert frame["used"].tolist() == frame["best"].tolist()
+    rank64 = next(c for c in planned_runs("figure1_tuned") if c.variant == "ff_rank64")
+    assert rank64.optimizer == next(c for c in planned_runs("figure1_tuned") if c.variant == "ff").optimizer
 
 
 def test_at_one_rate_models_are_compared_over_the_seeds_that_both_have():
