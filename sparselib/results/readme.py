@@ -15,7 +15,8 @@ from .tables import MISSING
 START, END = "<!-- numbers:start -->", "<!-- numbers:end -->"
 
 QUALITY = (
-    ("perplexity", "figure 1", "equal"),
+    ("perplexity", "figure 1, one warm-up for all", "equal"),
+    ("perplexity_tuned", "figure 1, each at its own warm-up", "equal"),
     ("feedforward_sparsity", "figure 3 and experts", "equal, experts worse"),
     ("qkv_variants", "figure 5", "equal, some a little better"),
     ("sparse_loss", "sparse loss", "a little worse"),
@@ -68,11 +69,11 @@ def _weights(folder: Path) -> tuple[str, str, str]:
 
 
 def _losses(folder: Path, file: str, what: str, paper: str) -> tuple[str, str, str]:
-    """The difference of every model, or of more than three the least and the greatest."""
+    """The difference of every model, or of more than five the least and the greatest."""
     frame = _read(folder, file).iloc[1:]
     frame = frame[frame["difference (nats)"] != MISSING]
     told = [f"{row['model']} {row['difference (nats)']}" for _, row in frame.iterrows()]
-    if len(told) > 3:
+    if len(told) > 5:
         order = frame["difference (nats)"].astype(float).argsort()
         told = [f"{told[order.iloc[0]]} to {told[order.iloc[-1]]}"]
     seeds = f"{frame['seeds'].min()} seeds, `laptop`"
