@@ -29,7 +29,7 @@ def test_missing_result_is_named(tmp_path):
 
 
 def test_of_many_models_the_least_and_the_greatest_difference_are_told(tmp_path):
-    rows = ["dense,3,–", "a,3,+0.2", "b,2,-0.1", "c,3,+0.05", "d,3,+0.3", "e,0,–"]
+    rows = ["dense,3,–", "a,3,+0.2", "b,2,-0.1", "c,3,+0.05", "d,3,+0.3", "e,3,+0.1", "f,3,+0.1", "g,0,–"]
     (tmp_path / "loss.csv").write_text("\n".join(["model,seeds,difference (nats)", *rows]), encoding="utf-8")
     what, paper, here = _losses(tmp_path, "loss", "figure", "equal")
     assert here == "b -0.1 to d +0.3 (2 seeds, `laptop`)" and paper == "equal"
