@@ -132,6 +132,10 @@ def test_warm_up_is_compared_at_the_rate_of_each_model():
     assert frame.loc["dense"].tolist()[:6] == pytest.approx([0.204, 0.4, 1.804, 3.004, 1.808, 1.816])
     assert frame.loc["sparse QKV"].tolist()[:6] == pytest.approx([0.208, 0.8, 1.808, 3.008, 1.816, 1.832])
     assert frame["best"].tolist() == ["20 steps, 1x"] * 4
+    invent("warmup_edge", lambda c: 9 + c.optimizer.learning_rate)
+    both = perplexity.load_warmup()[1].set_index("model").loc["sparse FF+QKV"]
+    assert both["180 steps, 2x (nats)"] == pytest.approx((1.816 + 9.016) / 2)
+    assert both["best"] == "180 steps, 2x"  # 20 steps were better, but have no second seed
 
 
 def test_the_tuned_models_take_what_is_best(monkeypatch):

@@ -62,12 +62,17 @@ app(["train", file, "--out", out, "--resume"])
 SPREAD = """
 from accelerate import Accelerator, utils
 from accelerate.state import AcceleratorState
+from torch.distributed.tensor import DTensor
 from sparselib.training import trainer
 class Spread(Accelerator):
     def __init__(self, **settings):
         super().__init__(**settings)
         plugin = utils.FullyShardedDataParallelPlugin()
         AcceleratorState._shared_state |= {"distributed_type": utils.DistributedType.FSDP, "fsdp_plugin": plugin}
+    def prepare(self, model, optimizer):
+        model, optimizer = super().prepare(model, optimizer)
+        assert all(isinstance(weight, DTensor) for weight in model.parameters())
+        return model, optimizer
 trainer.Accelerator = Spread
 """
 WHOLE, FSDP = "--multi_gpu", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy"
